@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_plan(recipe: str, overrides: Sequence[str]) -> None:
     """Print memory and time of the recipe, in the first process only."""
-    from parse_train.plan import load_config_of, plan  # imported here to keep other commands fast
+    from parse_train.training_plan import load_config_of, plan_training  # imported here to keep other commands fast
 
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(plan(load_config_of(recipe, overrides)).lines()))
+        print("\n".join(plan_training(load_config_of(recipe, overrides)).lines()))
 
 
 def _before_group() -> None:

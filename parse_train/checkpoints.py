@@ -56,7 +56,7 @@ class Start:
     finished: bool = False
 
 
-def digest(examples: Iterable[Any]) -> str:
+def data_digest(examples: Iterable[Any]) -> str:
     """Identify training examples, which are dataclasses, by their content."""
     found = hashlib.sha256()
 
@@ -79,7 +79,7 @@ def prepare(config: TrainingConfig, rows: int | None = None, data: str | None = 
 
     Args:
         rows: number of training rows, if known.
-        data: `digest` of the training examples, if known.
+        data: `data_digest` of the training examples, if known.
 
     Raises:
         ValueError: the checkpoints in `output_dir` have a different recipe, or the named checkpoint is incomplete.

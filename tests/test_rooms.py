@@ -43,7 +43,7 @@ ROOMS = {
     "parse_infer": "parse_infer: engine",
     "parse_infer.__main__": "parse_infer/cli",
     "data_tools.recipe_parser": "data_tools: core",
-    "parse_train.plan": "parse_train: command",
+    "parse_train.training_plan": "parse_train: command",
     "parse_train.__main__": "parse_train: command",
 }
 # parse_train may use everything below it but the command line, the evaluation and the server.

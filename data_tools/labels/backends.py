@@ -13,7 +13,7 @@ from parse_infer.errors import ModelError
 from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
 from parse_infer.models.architecture import output_layer
 from parse_infer.models.attention import enable_split_attention
-from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
+from parse_infer.models.batch_decoder import BatchDecoder, BatchRow, Contexts
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -37,14 +37,14 @@ class RowDecoder(Protocol):
     def extend(self, contexts: Contexts, parents: Sequence[int], suffixes: Sequence[Sequence[int]]) -> Contexts:
         """Return the new contexts `contexts[parents[i]] + suffixes[i]`."""
 
-    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    async def write(self, contexts: Contexts, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`."""
 
 
 class LocalDecoder(BatchDecoder):
     """A `BatchDecoder` as `RowDecoder`; its coroutine never suspends, as `run_sync` requires."""
 
-    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    async def write(self, contexts: Contexts, rows: Sequence[BatchRow]) -> list[list[int]]:
         return self.decode(contexts, rows)
 
 

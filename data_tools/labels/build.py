@@ -18,7 +18,7 @@ from data_tools.labels.labeller import Labeller
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.shards import GroupFolder, rollout_counts
-from data_tools.labels.summary import Summary, summarise
+from data_tools.labels.summary import Summary, summarise_labels
 from data_tools.tasks.exclude import WithoutPrompts
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
@@ -72,7 +72,7 @@ def build(config: BuildConfig) -> Summary:
                 return load_writer(config, "target") if labeller is None else labeller.writers["target"]
 
             add_logprobs(groups.folder, target, config.logprobs)
-        summary = summarise(read_rows(groups.folder))
+        summary = summarise_labels(read_rows(groups.folder))
         summary.rollouts, summary.left_out = rollout_counts(groups.folder), source.left_out
         write_card(groups.folder, config, summary, groups.n_problems)
     warning = summary.rollouts.warning(config.max_rollout_tokens)

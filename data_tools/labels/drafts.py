@@ -12,7 +12,7 @@ from data_tools.tasks.task import Problem
 from parse_infer.decoding.block_length import REPLAYED
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.models.batch_decoder import Row
+from parse_infer.models.batch_decoder import BatchRow
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
@@ -75,7 +75,7 @@ class DraftSampler:
             for j, setting in enumerate(self.settings):
                 seed = seed_of(self.seed, problem.id, "draft", j)
                 sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, seed)
-                rows.append(Row(i, len(prompt), room, sampling))
+                rows.append(BatchRow(i, len(prompt), room, sampling))
         drafts: list[list[SampledDraft]] = [[] for _ in problems]
         for row, written in zip(rows, await self.decoder.write(contexts, rows), strict=True):
             ids, finished = self._in_target_tokens(written, target_room[row.context])

@@ -14,8 +14,8 @@ from rich.table import Table
 from data_tools.labels.backends import LocalWriter, load_writer
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.build_plan import BuildPlan, Estimate, PredictedSpeedup, costs_of, make_plan
 from data_tools.labels.logprobs import read_drafts
-from data_tools.labels.plan import Estimate, Plan, Prediction, costs_of, make_plan
 from data_tools.labels.rows import LabelledDraft, read_rows
 from data_tools.labels.shards import GroupFolder, reads_of
 from parse_infer.decoding.block_length import Costs
@@ -32,7 +32,7 @@ _TOKENS = 16  # that the draft model writes, and that the target reads more, in 
 _TIMING_S = 8.0
 
 
-def run_plan(config: BuildConfig, limit: int) -> Plan:
+def run_plan(config: BuildConfig, limit: int) -> BuildPlan:
     """Build `limit` problems of the recipe into its own folder, write plan.json there, and return the plan.
 
     If the folder holds more problems already, the plan covers all of them. The build stores log-probabilities.
@@ -133,7 +133,7 @@ def _seconds_per_problem(before: GroupFolder, after: GroupFolder, reads: bool) -
     return (max(file.stat().st_mtime for file in files) - loaded) / sum(end - start for start, end in new.items())
 
 
-def plan_tables(plan: Plan, title: str) -> Group:
+def plan_tables(plan: BuildPlan, title: str) -> Group:
     """Return the figures, the predicted speed-ups and the notes for a terminal."""
     figures = Table(title=title, show_header=False, title_justify="left")
     for line in _lines(plan):
@@ -149,11 +149,11 @@ def plan_tables(plan: Plan, title: str) -> Group:
     return Group(figures, speedups, *plan.notes)
 
 
-def _cells(prediction: Prediction) -> tuple[str, str]:
+def _cells(prediction: PredictedSpeedup) -> tuple[str, str]:
     return format_times(prediction.speedup.value, prediction.speedup.interval), str(prediction.block_tokens)
 
 
-def _lines(plan: Plan) -> list[tuple[str, str]]:
+def _lines(plan: BuildPlan) -> list[tuple[str, str]]:
     def percent(each: Estimate | None) -> str:
         return "-" if each is None else format_percent(each.value, each.interval)
 

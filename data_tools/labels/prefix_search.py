@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data_tools.labels.sequential_test import UNDECIDED, LabelRule, Tally, Verdict
+from data_tools.labels.sequential_test import UNDECIDED, Label, LabelRule, Tally
 from parse_infer.errors import ParseError
 
 
-class Wanted(NamedTuple):
+class PendingPrefix(NamedTuple):
     """The index of a prefix and the total number of rollouts that the search needs from it."""
 
     prefix: int
@@ -57,53 +57,53 @@ class PrefixSearch:
         self.rule, self.own_answer, self.exhaustive = rule, own_answer, exhaustive
         self.n_open = n_prefixes - (own_answer is not None)
         self._tallies: dict[int, Tally] = {}
-        self._verdicts: dict[int, Verdict] = {}
+        self._decided: dict[int, Label] = {}
         self._valid = 0  # number of leading prefixes known to be valid
         self._invalid = self.n_open  # index of the first prefix known to be invalid
-        self._foregone = Verdict(True, 1.0) if own_answer else rule.foregone
+        self._foregone = Label(True, 1.0) if own_answer else rule.foregone
 
     @property
     def foregone(self) -> bool:
         """Whether all prefixes are labelled without a rollout."""
         return self._foregone is not None
 
-    def pending(self) -> list[Wanted]:
+    def pending(self) -> list[PendingPrefix]:
         """Return the prefixes that need rollouts next; empty at the end of the search."""
         if self.exhaustive:
-            prefixes = [k for k in range(self.n_open) if k not in self._verdicts]
+            prefixes = [k for k in range(self.n_open) if k not in self._decided]
         else:
             candidates = self._candidates()
             prefixes = [candidates[len(candidates) // 2]] if candidates else []
-        return [Wanted(k, self._rollouts(k)) for k in prefixes]
+        return [PendingPrefix(k, self._rollouts(k)) for k in prefixes]
 
     def record(self, prefix: int, tally: Tally) -> None:
         """Record all rollouts so far from a prefix that `pending` requested."""
         self._tallies[prefix] = tally
-        verdict = self.rule.decide(tally)
-        if verdict.valid is None and tally.rollouts < self.rule.limit:
+        label = self.rule.decide(tally)
+        if label.valid is None and tally.rollouts < self.rule.limit:
             return
-        self._verdicts[prefix] = verdict
-        if verdict.valid:
+        self._decided[prefix] = label
+        if label.valid:
             self._valid = max(self._valid, prefix + 1)
-        elif verdict.valid is False:
+        elif label.valid is False:
             self._invalid = min(self._invalid, prefix)
 
     def result(self) -> PrefixLabels:
         """Return the labels; raise RuntimeError while rollouts are pending."""
         if pending := self.pending():
             raise RuntimeError(f"rollouts from prefixes {[k for k, _ in pending]} are still missing")
-        verdicts = [self._verdict(k) for k in range(self.n_open)]
+        labels = [self._label(k) for k in range(self.n_open)]
         values = [self._tallies[k].share if k in self._tallies else None for k in range(self.n_open)]
         if self.own_answer is not None:
-            verdicts.append(Verdict(self.own_answer, 1.0))
+            labels.append(Label(self.own_answer, 1.0))
             values.append(float(self.own_answer))
-        return PrefixLabels([v.valid for v in verdicts], values, [v.confidence for v in verdicts])
+        return PrefixLabels([v.valid for v in labels], values, [v.confidence for v in labels])
 
     def _candidates(self) -> range:
         """Return the range of prefixes that the search still has to divide."""
         if self._foregone:
             return range(0)
-        undecided = [k for k, v in self._verdicts.items() if v.valid is None and self._valid <= k < self._invalid]
+        undecided = [k for k, v in self._decided.items() if v.valid is None and self._valid <= k < self._invalid]
         if not undecided:
             return range(self._valid, self._invalid)
         return range(self._valid, min(undecided)) or range(max(undecided) + 1, self._invalid)
@@ -112,13 +112,13 @@ class PrefixSearch:
         known = self._tallies.get(prefix, Tally(0, 0)).rollouts
         return min(known + self.rule.step, self.rule.limit)
 
-    def _verdict(self, prefix: int) -> Verdict:
+    def _label(self, prefix: int) -> Label:
         if self.exhaustive:
-            return self._verdicts[prefix]
+            return self._decided[prefix]
         if self._foregone:
             return self._foregone
         if prefix < self._valid:
-            return max(v for k, v in self._verdicts.items() if v.valid and k >= prefix)
+            return max(v for k, v in self._decided.items() if v.valid and k >= prefix)
         if prefix >= self._invalid:
-            return max(v for k, v in self._verdicts.items() if v.valid is False and k <= prefix)
+            return max(v for k, v in self._decided.items() if v.valid is False and k <= prefix)
         return UNDECIDED

@@ -12,7 +12,7 @@ from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
 from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.errors import ParseError
-from parse_infer.models.batch_decoder import Row
+from parse_infer.models.batch_decoder import BatchRow
 from parse_infer.settings.sampling import Sampling, seed_of
 from parse_infer.text.detokenizer import decode
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -136,7 +136,7 @@ class PrefixRollouts:
             for repeat in range(len(self._right.get(key, ())), rollouts):
                 seed = seed_of(self.seed, self.problems[problem].id, "rollout", *prefix, "repeat", repeat)
                 sampling = Sampling(self.sampling.temperature, self.sampling.top_p, self.sampling.top_k, seed)
-                rows.append(Row(context, length, room, sampling))
+                rows.append(BatchRow(context, length, room, sampling))
                 owners.append(key)
         written = await self.decoder.write(self._contexts, rows)
         return [(key, [*key[1], *ids]) for key, ids in zip(owners, written, strict=True)]

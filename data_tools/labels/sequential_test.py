@@ -51,7 +51,7 @@ class Tally(NamedTuple):
             return of_right + (wrong * np.log1p(-chances) if wrong else 0.0)
 
 
-class Verdict(NamedTuple):
+class Label(NamedTuple):
     """A label and its confidence: for no chance of the prefix is a wrong label more likely than 1 - confidence.
 
     `valid` is None where the rollouts do not decide; the confidence is then 0.5.
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
     confidence: float
 
 
-UNDECIDED = Verdict(None, 0.5)
+UNDECIDED = Label(None, 0.5)
 
 
 class LabelRule(Protocol):
@@ -79,11 +79,11 @@ class LabelRule(Protocol):
     def limit(self) -> int: ...
 
     @property
-    def foregone(self) -> Verdict | None:
-        """The verdict for all prefixes of the problem where rollouts cannot change the verdict; else None."""
+    def foregone(self) -> Label | None:
+        """The label of all prefixes of the problem where rollouts cannot change the label; else None."""
 
-    def decide(self, prefix: Tally) -> Verdict:
-        """Return the verdict for a prefix, given all rollouts from the prefix so far."""
+    def decide(self, prefix: Tally) -> Label:
+        """Return the label of a prefix, given all rollouts from the prefix so far."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,20 @@ class SequentialTest:
     limit: int
 
     @cached_property
-    def foregone(self) -> Verdict | None:
+    def foregone(self) -> Label | None:
         """Undecided where even `limit` wrong rollouts from a prefix could not prove the prefix invalid.
 
         This happens where the target is rarely right from the prompt; a label could then only be "valid"."""
         return UNDECIDED if self._decide(Tally(0, self.limit)).valid is None else None
 
-    def decide(self, prefix: Tally) -> Verdict:
+    def decide(self, prefix: Tally) -> Label:
         return self.foregone or self._decide(prefix)
 
-    def _decide(self, prefix: Tally) -> Verdict:
+    def _decide(self, prefix: Tally) -> Label:
         for valid in (True, False):
             ratio = log_ratio(self.prompt, prefix, self.margin, valid)
             if ratio >= -math.log(self.max_error):
-                return Verdict(valid, 1 - math.exp(-ratio))
+                return Label(valid, 1 - math.exp(-ratio))
         return UNDECIDED
 
 
@@ -130,18 +130,18 @@ class GreedyRule:
     limit: int = 1
 
     @property
-    def foregone(self) -> Verdict | None:
+    def foregone(self) -> Label | None:
         """Valid where the target is wrong from the bare prompt, because no prefix lowers a chance of zero.
 
         Undecided where the rollout from the bare prompt was cut off."""
         if not self.prompt.total:
             return UNDECIDED
-        return None if self.prompt.right else Verdict(True, 1.0)
+        return None if self.prompt.right else Label(True, 1.0)
 
-    def decide(self, prefix: Tally) -> Verdict:
+    def decide(self, prefix: Tally) -> Label:
         if not self.prompt.total or not prefix.total:
             return UNDECIDED
-        return Verdict(prefix.right >= self.prompt.right, 1.0)
+        return Label(prefix.right >= self.prompt.right, 1.0)
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ class WithoutRollouts:
     limit: int = 1
 
     @property
-    def foregone(self) -> Verdict | None:
+    def foregone(self) -> Label | None:
         return UNDECIDED
 
-    def decide(self, prefix: Tally) -> Verdict:
+    def decide(self, prefix: Tally) -> Label:
         raise RuntimeError("labels of whole drafts ask for no rollout")
 
 

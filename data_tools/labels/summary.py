@@ -140,7 +140,7 @@ class Summary:
         return table
 
 
-def summarise(rows: Iterable[LabelledDraft]) -> Summary:
+def summarise_labels(rows: Iterable[LabelledDraft]) -> Summary:
     summary = Summary()
     for row in rows:
         summary.add(row)

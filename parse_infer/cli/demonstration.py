@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parse_infer.calibration.held_out import check_ids
-from parse_infer.cli.output import report_fallback
+from parse_infer.cli.answer_output import report_fallback
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import BenchProblem, make_modes, problems_digest, timed
@@ -61,7 +61,7 @@ def run_demo(
             records[name].append(Record.of(generation, seconds, correct=check(problem, generation.text), **own))
         console.print(_verdict(problem, *(records[name][-1] for name in NAMES)))
     console.print()
-    console.print(summary(records))
+    console.print(demo_figures(records))
     return records
 
 
@@ -89,7 +89,7 @@ def watch(
     return generation, worked
 
 
-def summary(records: dict[str, list[Record]]) -> Table:
+def demo_figures(records: dict[str, list[Record]]) -> Table:
     """Build the table of right answers and tokens per second of each mode."""
     rate = {name: costs(rows)["tokens_per_s"] for name, rows in records.items()}
     right = {name: sum(bool(row.correct) for row in rows) for name, rows in records.items()}

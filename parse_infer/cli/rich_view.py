@@ -36,7 +36,7 @@ LABELS: dict[Kind, str] = {
 
 
 @dataclass
-class Row:
+class SegmentRow:
     """A stretch of text of one kind; `validity` belongs to the prefix that ends with this text.
 
     Attributes:
@@ -67,16 +67,16 @@ class AnswerView:
     """
 
     def __init__(self, threshold: float) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[SegmentRow] = []
         self._threshold = threshold
-        self._pending: list[Row] = []
+        self._pending: list[SegmentRow] = []
 
     def update(self, event: Event) -> None:
         if isinstance(event, Drafted):
-            self._pending = [Row("pending", event.text)]
+            self._pending = [SegmentRow("pending", event.text)]
         elif isinstance(event, Verified):
             if event.segments:
-                self._pending = [Row("pending", s.text, s.validity, s.n_tokens) for s in event.segments]
+                self._pending = [SegmentRow("pending", s.text, s.validity, s.n_tokens) for s in event.segments]
         elif isinstance(event, Accepted):
             self._decide(event.text, event.n_tokens)
         elif isinstance(event, Resumed):
@@ -96,11 +96,11 @@ class AnswerView:
             n_tokens = max(0, n_tokens - row.n_tokens)
             if whole:
                 valid = row.validity is not None and row.validity >= self._threshold
-                self.rows.append(Row("accepted" if valid else "exact", mine, row.validity))
+                self.rows.append(SegmentRow("accepted" if valid else "exact", mine, row.validity))
                 continue
             if mine:
-                self.rows.append(Row("exact", mine))
-            self.rows.append(Row("rejected", row.text[len(mine) :], row.validity, row.n_tokens))
+                self.rows.append(SegmentRow("exact", mine))
+            self.rows.append(SegmentRow("rejected", row.text[len(mine) :], row.validity, row.n_tokens))
             if row.n_tokens == 1:
                 break
         self._pending = []
@@ -109,14 +109,14 @@ class AnswerView:
         """Append the target's text, one row per line; after a rejected token it is the correction."""
         last = self.rows[-1] if self.rows else None
         if last is not None and last.kind == "rejected" and last.n_tokens == 1 and text:
-            self.rows[-1] = Row("corrected", last.text, last.validity, instead=text)
+            self.rows[-1] = SegmentRow("corrected", last.text, last.validity, instead=text)
             return
         for line in text.splitlines(keepends=True):
             last = self.rows[-1] if self.rows else None
             if last is not None and last.kind == "target" and not last.text.endswith("\n"):
                 last.text += line
             else:
-                self.rows.append(Row("target", line))
+                self.rows.append(SegmentRow("target", line))
 
 
 def _visible(text: str) -> str:
@@ -147,10 +147,11 @@ def coloured_spans(spans: Sequence[Span]) -> Text:
 def score_table(score: Score) -> Table:
     """Build the table of a scored response's segments; it marks the first segment below the threshold."""
     if score.unusual:
-        return _grid([Row("pending", s.text) for s in score.segments], ["?"] * len(score.segments))
+        return _grid([SegmentRow("pending", s.text) for s in score.segments], ["?"] * len(score.segments))
     holds = [s.validity is not None and s.validity >= score.threshold for s in score.segments]
     rows = [
-        Row("accepted" if ok else "rejected", s.text, s.validity) for s, ok in zip(score.segments, holds, strict=True)
+        SegmentRow("accepted" if ok else "rejected", s.text, s.validity)
+        for s, ok in zip(score.segments, holds, strict=True)
     ]
     labels = ["✓" if ok else "✗" for ok in holds]
     if score.first_error is not None:
@@ -158,7 +159,7 @@ def score_table(score: Score) -> Table:
     return _grid(rows, labels)
 
 
-def _grid(rows: Sequence[Row], labels: Sequence[str] | None = None) -> Table:
+def _grid(rows: Sequence[SegmentRow], labels: Sequence[str] | None = None) -> Table:
     """One table row per line of text: accepted text, corrections and the target's text share their line."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
@@ -177,9 +178,9 @@ def _grid(rows: Sequence[Row], labels: Sequence[str] | None = None) -> Table:
     return grid
 
 
-def _lines(rows: Sequence[Row]) -> list[list[Row]]:
+def _lines(rows: Sequence[SegmentRow]) -> list[list[SegmentRow]]:
     """Group rows that share a line, and split rows with several lines of accepted text."""
-    lines: list[list[Row]] = []
+    lines: list[list[SegmentRow]] = []
     joins = False
     for row in rows:
         parts = row.text.splitlines(keepends=True) if row.kind in ("accepted", "exact", "pending") else [row.text]

@@ -197,7 +197,7 @@ def forward_costs(
     dtype: torch.dtype,
     torch_compile: bool = False,
 ) -> tuple[Table, str]:
-    """Time all forwards of two shapes; see `report`."""
+    """Time all forwards of two shapes; see `cost_report`."""
     torch.manual_seed(0)
     _check_memory((target, draft), device, dtype)
     pair = [random_model(shape, device, dtype, torch_compile) for shape in (target, draft)]
@@ -207,10 +207,10 @@ def forward_costs(
             f"{[lm.window for lm in pair]}: choose fewer"
         )
     with torch.inference_mode():
-        return report(measure(steps(pair[0], pair[1], context, drafted), rounds, device), drafted)
+        return cost_report(measure(steps(pair[0], pair[1], context, drafted), rounds, device), drafted)
 
 
-def report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
+def cost_report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:
     """Build the table, and a summary of PARSE's largest speed-up with a draft of this many tokens."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     cells = []

@@ -69,7 +69,7 @@ class Cell:
         return self.way, self.clients, self.turn
 
 
-def check_modes(names: Sequence[str], starts: bool = True) -> None:
+def check_server_modes(names: Sequence[str], starts: bool = True) -> None:
     """Raise ValueError or FileNotFoundError for an unknown mode or a head that vLLM cannot use. With `starts` False,
     also for a mode that must start a server."""
     for name in names:
@@ -184,12 +184,12 @@ def run_clients(
     def measured(mode: str, n: int) -> list[Cell]:
         return [store.records[mode, n, turn] for turn in range(turns) if mode in modes]
 
-    cells = [summary(measured(mode, n), measured("target", n)) for n in clients for mode in modes]
+    cells = [cell_figures(measured(mode, n), measured("target", n)) for n in clients for mode in modes]
     asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
     results = {"about": {**about, **asked, **describe_run()}, "cells": cells}
     write_json(Path(folder) / "clients.json", results)
-    write_text(Path(folder) / "clients.md", markdown(results))
-    draw(results, Path(folder) / "clients.png")
+    write_text(Path(folder) / "clients.md", clients_markdown(results))
+    draw_clients(results, Path(folder) / "clients.png")
     return results
 
 
@@ -201,7 +201,7 @@ def _order(modes: Sequence[str], clients: Sequence[int], turns: int) -> Iterator
                 yield mode, n, turn
 
 
-def summary(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
+def cell_figures(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
     """Figures of one mode with a number of clients, over all turns.
 
     Args:
@@ -238,20 +238,20 @@ def _answers_per_s(cells: Sequence[Cell]) -> float:
     return sum(cell.answers for cell in cells) / sum(cell.wall_s for cell in cells)
 
 
-def table(results: dict[str, Any]) -> Table:
-    """Build the main columns, for 80 characters; `markdown` has the rest."""
+def clients_table(results: dict[str, Any]) -> Table:
+    """Build the main columns, for 80 characters; `clients_markdown` has the rest."""
     columns = [_HEADER.index(name) for name in _SHORT]
     heading = [name.replace(", ", "\n") for name in _SHORT]
     return terminal_table(heading, [[_row(cell)[i] for i in columns] for cell in results["cells"]])
 
 
-def markdown(results: dict[str, Any]) -> str:
+def clients_markdown(results: dict[str, Any]) -> str:
     """The content of `clients.md`."""
     about = [f"- {key}: {value}" for key, value in results["about"].items()]
     return "\n".join([*about, "", *markdown_table(_HEADER, list(map(_row, results["cells"])))]) + "\n"
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw_clients(results: dict[str, Any], path: Path) -> None:
     """Plot answers per second over the target alone, and the median latency, against the number of clients."""
     cells = results["cells"]
     compared = all(cell["speedup"] for cell in cells)

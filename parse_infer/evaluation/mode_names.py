@@ -103,15 +103,15 @@ def needs(names: Sequence[str]) -> tuple[bool, bool]:
     return bool(bases & {*DRAFTING, "draft"} or "draft" in drafters), bool(bases & {*NEEDS_ADAPTER})
 
 
-def describe(name: str) -> str:
+def describe_mode(name: str) -> str:
     """Describe a mode in one line."""
     base, drafter = base_of(name), drafter_of(name)
     if drafter is None:
         return ", ".join([MODES[base], *name.split(":")[1:]])
     parts = ["the target" if base == "target" else "PARSE with the trained adapter"]
     parts += [_variant(name)] if _variant(name) else []
-    return ", ".join([*parts, describe_drafter(drafter)])
+    return ", ".join([*parts, _describe_drafter(drafter)])
 
 
-def describe_drafter(drafter: str) -> str:
+def _describe_drafter(drafter: str) -> str:
     return "no token drafter" if drafter == NO_DRAFTER else f"{drafter} proposes for the target"

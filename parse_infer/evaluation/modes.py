@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from parse_infer.calibration.held_out import HasPrompt
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings, TransformersGeneration

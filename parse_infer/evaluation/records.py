@@ -10,7 +10,7 @@ from parse_infer.request.output import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class AnswerFigures:
     """Figures of one answer. Tokens are target tokens; None: not applicable to the mode.
 
     `of` fills each field from the field of that name in the generation's `Statistics` or `Timings`. A new figure
@@ -43,11 +43,11 @@ class Answer:
             "seconds": round(seconds, 4),
             "n_tokens": len(generation.token_ids),
         }
-        return cls(**{field.name: known[field.name] for field in fields(Answer) if field.name in known} | own)
+        return cls(**{field.name: known[field.name] for field in fields(AnswerFigures) if field.name in known} | own)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Answer):
+class Record(AnswerFigures):
     """One answer of one mode to one problem, in a benchmark."""
 
     problem_id: str
@@ -73,7 +73,7 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def costs(rows: Sequence[Answer]) -> dict[str, Any]:
+def costs(rows: Sequence[AnswerFigures]) -> dict[str, Any]:
     """Figures of one mode's answers: tokens/s, and averages per answer."""
     n, tokens, seconds = len(rows), sum(r.n_tokens for r in rows), sum(r.seconds for r in rows)
     return {
@@ -88,6 +88,6 @@ def costs(rows: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def acceptance_rate(rows: Sequence[Answer]) -> float:
+def acceptance_rate(rows: Sequence[AnswerFigures]) -> float:
     """Accepted / proposed draft tokens; 0.0 without a draft."""
     return sum(r.accepted_tokens or 0 for r in rows) / max(1, sum(r.draft_tokens or 0 for r in rows))

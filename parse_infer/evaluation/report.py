@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from parse_infer.evaluation.records import Answer, Record, acceptance_rate, costs
+from parse_infer.evaluation.records import AnswerFigures, Record, acceptance_rate, costs
 from parse_infer.evaluation.results_file import to_columns
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 
@@ -170,7 +170,7 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
     return figures
 
 
-def speedups(ours: Sequence[Answer], theirs: Sequence[Answer], seed: int) -> Figures:
+def speedups(ours: Sequence[AnswerFigures], theirs: Sequence[AnswerFigures], seed: int) -> Figures:
     """Ratios of tokens/s and of seconds per answer, with paired intervals; row i of both answers one problem."""
     tokens, seconds = [r.n_tokens for r in ours], [r.seconds for r in ours]
     their_tokens, their_seconds = [r.n_tokens for r in theirs], [r.seconds for r in theirs]

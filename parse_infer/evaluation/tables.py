@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.evaluation.mode_names import describe
+from parse_infer.evaluation.mode_names import describe_mode
 from parse_infer.settings.acceptance import describe_threshold
 
 HEADER = (
@@ -125,7 +125,7 @@ def markdown(results: dict[str, Any]) -> str:
         *markdown_table(header(environment), rows(results["modes"])),
         "",
     ]
-    lines += [f"- {name}: {describe(name)}" for name in results["modes"]]
+    lines += [f"- {name}: {describe_mode(name)}" for name in results["modes"]]
     lines += ["", *_notes(results), ""]
     if results.get("categories"):
         lines += ["## Tokens per target forward, by category", "", *category_table(results), ""]

@@ -21,7 +21,7 @@ from parse_infer.models.architecture import layer_windows, output_layer
 from parse_infer.models.attention import layer_masks
 from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
 from parse_infer.models.cpu.fast_backbone import FastBackbone
-from parse_infer.models.sampling import RowSampling, uniform_numbers
+from parse_infer.models.token_sampling import RowSampling, uniform_numbers
 from parse_infer.settings.sampling import Sampling
 
 KEY_MULTIPLE = 8  # CUDA kernels copy masks with unaligned rows
@@ -30,7 +30,7 @@ FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # maximum padding of a prefill group: 
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One decode: start after the first `length` tokens of context `context`, write at most `max_new_tokens`."""
 
     context: int
@@ -51,7 +51,7 @@ class Contexts:
 
 
 @dataclass
-class Run:
+class RunningRow:
     """A row during decoding.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
         ended: the row is complete. A caller may set this to cancel the row.
     """
 
-    row: Row
+    row: BatchRow
     source: BatchedKVCache
     token: int
     position: int
@@ -73,7 +73,7 @@ class Batch:
     """Rows in flight, one per batch slot, each with its own keys and values. Created by `BatchDecoder.batch`."""
 
     def __init__(self, decoder: BatchDecoder) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[RunningRow] = []
         self._decoder = decoder
         self._kv: BatchedKVCache | None = None
 
@@ -83,7 +83,7 @@ class Batch:
         return [slot for slot, run in enumerate(self.runs) if run.ended]
 
     @torch.inference_mode()
-    def add(self, runs: Sequence[Run] = ()) -> None:
+    def add(self, runs: Sequence[RunningRow] = ()) -> None:
         """Assign the runs to free slots first, then to new slots."""
         free = self.free
         slots = [*free, *range(len(self.runs), len(self.runs) + len(runs))][: len(runs)]
@@ -208,7 +208,7 @@ class BatchDecoder:
         return Contexts(ids, kv)
 
     @torch.inference_mode()
-    def decode(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    def decode(self, contexts: Contexts, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Return the new tokens of every row, up to an end token (included) or `max_new_tokens`.
 
         One device synchronisation per step, to read the chosen tokens.
@@ -230,7 +230,7 @@ class BatchDecoder:
         self._steps_rows = self._fast is not None and self._fast.steps_rows
         return Batch(self)
 
-    def run(self, contexts: Contexts, row: Row) -> Run:
+    def run(self, contexts: Contexts, row: BatchRow) -> RunningRow:
         """Prepare a row for `Batch.add`. Raise ValueError for an invalid prefix, or a sampled row without seed."""
         ids = contexts.ids[row.context]
         if not 1 <= row.length <= len(ids):
@@ -239,9 +239,9 @@ class BatchDecoder:
         start = row.length - 1
         uniform = uniform_numbers(row.sampling, row.max_new_tokens)
         assert contexts.kv is not None
-        return Run(row, contexts.kv, ids[start], start, uniform, ended=row.max_new_tokens < 1)
+        return RunningRow(row, contexts.kv, ids[start], start, uniform, ended=row.max_new_tokens < 1)
 
-    def _next(self, kv: BatchedKVCache, runs: Sequence[Run]) -> Tensor:
+    def _next(self, kv: BatchedKVCache, runs: Sequence[RunningRow]) -> Tensor:
         """Run one token of each row and return the logits [B, V]."""
         placed = torch.tensor([[run.token, run.position] for run in runs], device=self.device)
         n_keys = -(-(max(run.position for run in runs) + 1) // KEY_MULTIPLE) * KEY_MULTIPLE

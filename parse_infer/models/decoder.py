@@ -25,7 +25,7 @@ from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.cuda_graphs import CHAINS, KEPT, GraphedChains
 from parse_infer.models.growing_kv_cache import GrowingKVCache, new_cache
 from parse_infer.models.hidden_capture import HiddenCapture
-from parse_infer.models.sampling import choose, random_generator, without
+from parse_infer.models.token_sampling import choose, random_generator, without
 from parse_infer.settings.sampling import Sampling
 
 _MOST_RESERVED = 4096  # new tokens; few answers are longer, for any budget

@@ -132,7 +132,7 @@ def read_lora(folder: Path) -> Lora:
         raise ModelError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
     config = read_json(folder / _CONFIG, _WAY_OUT)
     try:
-        check_options(config, also=("alora_invocation_tokens",))
+        check_lora_options(config, also=("alora_invocation_tokens",))
     except ValueError as error:
         raise ModelError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
     if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
@@ -164,7 +164,7 @@ class LowRankUpdate:
     """[out, rank], float32, with the scaling inside."""
 
 
-def check_options(config: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
+def check_lora_options(config: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
     """Raise ValueError for an adapter_config.json of another adapter type or with an unsupported option.
 
     Args:

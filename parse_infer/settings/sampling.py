@@ -1,4 +1,4 @@
-"""`Sampling`: sampling settings of one decode, without torch (`parse_infer.models.sampling` samples)."""
+"""`Sampling`: sampling settings of one decode, without torch (`parse_infer.models.token_sampling` samples)."""
 
 from __future__ import annotations
 

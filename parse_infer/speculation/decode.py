@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import distribution, draw, random_generator, without
+from parse_infer.models.token_sampling import distribution, draw, random_generator, without
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenProposer, TokenTree
 from parse_infer.speculation.tree import branches
@@ -25,25 +25,11 @@ def speculative_decode(
     decoder: Decoder,
     drafter: TokenProposer | None,
     max_new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    banned_ids: Collection[int] = (),
-) -> Iterator[int]:
-    """Yield new tokens, none of `banned_ids`, with a token drafter or without one."""
-    if drafter is None:
-        return decoder.decode(max_new_tokens, sampling, generator, banned_ids)
-    return speculate(decoder, drafter, max_new_tokens, sampling, generator, banned_ids)
-
-
-def speculate(
-    decoder: Decoder,
-    drafter: TokenProposer,
-    max_new_tokens: int,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
     banned_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield new tokens as `decoder.decode` does, after fewer forwards.
+    """Yield new tokens as `decoder.decode` does, none of `banned_ids`, with a token drafter after fewer forwards.
 
     The decoder's context may be ahead of the yielded tokens: call `seek` before any other use of the decoder.
 
@@ -52,6 +38,19 @@ def speculate(
         RuntimeError: the context was changed while this iterator was still in use.
     """
     sampling = sampling or Sampling()
+    if drafter is None:
+        return decoder.decode(max_new_tokens, sampling, generator, banned_ids)
+    return _decode_trees(decoder, drafter, max_new_tokens, sampling, generator, banned_ids)
+
+
+def _decode_trees(
+    decoder: Decoder,
+    drafter: TokenProposer,
+    max_new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    banned_ids: Collection[int],
+) -> Iterator[int]:
     if generator is None:
         generator = random_generator(sampling, decoder.device)
     remaining, banned = max_new_tokens, decoder.token_index(banned_ids)
@@ -76,7 +75,7 @@ def speculate(
         for token in new[:remaining]:
             yield token
             if decoder.edits != edits:
-                raise RuntimeError("the context was changed during speculate(): call speculate() again after seek()")
+                raise RuntimeError("the context was changed during speculative_decode(): call it again after seek()")
             if token in decoder.eos_ids:
                 return
         remaining -= len(new)

@@ -11,8 +11,8 @@ import torch
 from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import distribution, draw
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
+from parse_infer.models.token_sampling import distribution, draw
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.proposer import TokenTree
 

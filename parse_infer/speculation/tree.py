@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parse_infer.models.decoder import Trailing
-from parse_infer.models.sampling import distribution, draw
+from parse_infer.models.token_sampling import distribution, draw
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.proposer import ROOT, TokenTree
 

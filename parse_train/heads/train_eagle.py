@@ -17,7 +17,7 @@ from torch import Tensor
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
-from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_share, train_head
+from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_head_share, train_head
 
 
 @dataclass
@@ -46,7 +46,7 @@ class EagleTrainingConfig(HeadTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("depth_share", self.depth_share)
+        check_head_share("depth_share", self.depth_share)
 
 
 class EagleModel(HeadModel):

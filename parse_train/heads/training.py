@@ -59,12 +59,12 @@ class HeadTrainingConfig(SelfGeneratedConfig):
                 "activation_checkpointing is set, but the model runs without gradient, and only the head keeps "
                 "activations: leave it out, and lower per_device_train_batch_size to save memory"
             )
-        check_share("step_decay", self.step_decay)
+        check_head_share("step_decay", self.step_decay)
         if self.head_dtype not in ("auto", "bfloat16"):
             raise ParseError(f"head_dtype is {self.head_dtype!r}; it must be auto or bfloat16")
 
 
-def check_share(key: str, value: float) -> None:
+def check_head_share(key: str, value: float) -> None:
     """Raise ValueError unless 0 < value <= 1."""
     if not 0 < value <= 1:
         raise ParseError(f"{key} is {value}; it must be above 0 and at most 1")

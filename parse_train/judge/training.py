@@ -52,7 +52,7 @@ def begin(
     """
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
-    start = checkpoints.prepare(config, len(train), checkpoints.digest(train.examples))
+    start = checkpoints.prepare(config, len(train), checkpoints.data_digest(train.examples))
     training_run.start(config, models, resumed=start.checkpoint is not None)
     for what, data in (("drafts", config.data), ("held-out-drafts", config.eval_data)):
         if data:

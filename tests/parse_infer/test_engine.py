@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 
 from parse_infer.decoding.adaptive import MIN_SAMPLES
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder

@@ -16,7 +16,7 @@ from parse_infer.models.loading import load_language_model
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.speculation.registry import load_token_drafter
 from parse_train.__main__ import main
-from parse_train.draft_model import agreement, right_tokens
+from parse_train.train_draft_model import agreement, right_tokens
 from tests.parse_infer.language_models import cycling, word_tokenizer
 
 

@@ -11,7 +11,7 @@ import torch
 
 from data_tools.recipe_parser import read_recipe
 from parse_train.__main__ import main
-from parse_train.plan import load_config_of, plan
+from parse_train.training_plan import load_config_of, plan_training
 from tests.parse_train.qwen3_outlines import qwen3_outlines
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def measured(config: Any) -> int:
 )
 def test_the_plan_counts_what_the_forward_pass_keeps(recipe: list[str], options: list[str]) -> None:
     config = load_config_of(recipe[0], [*recipe[1:], *options])
-    counted = plan(config).step
+    counted = plan_training(config).step
     assert counted is not None
     assert counted.saved == pytest.approx(measured(config), rel=0.2)
 
@@ -78,7 +78,7 @@ def test_the_recipes_of_the_real_pair_state_their_memory_and_time(path: Path, tm
         overrides += ["--use_cpu", "true", "--report_to", "none"]
     stated = re.search(r"`--plan`: ([\d.]+) GB(?:, ([\d.]+) TFLOP a step)?", path.read_text())
     assert stated is not None, "the recipe does not say what memory it needs"
-    found = plan(load_config_of(path, overrides))
+    found = plan_training(load_config_of(path, overrides))
     assert float(stated[1]) == pytest.approx(found.memory / 1e9, abs=0.06)
     if found.step is not None:
         assert float(stated[2]) == pytest.approx(found.step.flops / 1e12, rel=0.01)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedCompletion:
     """A completion: text, token ids if requested, and whether an end token ended the completion."""
 
     text: str
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """Request of at most `max_tokens` tokens after `prompt`: token ids, or text for a server that takes no ids."""
 
     home: int
@@ -64,7 +64,7 @@ class Request:
             body |= {"stop_token_ids": sorted(self.end_ids), "return_token_ids": True}
         return body
 
-    def read(self, response: Any, url: str) -> Answer:
+    def read(self, response: Any, url: str) -> ServedCompletion:
         """Return the answer in a response; raise TransientServerError if it is incomplete."""
         try:
             choice = response["choices"][0]
@@ -74,12 +74,12 @@ class Request:
         if reason not in ("stop", "length") or not isinstance(text, str):  # vLLM reports "abort" at its shutdown
             raise TransientServerError(f"{url} ended an answer with finish_reason {reason!r}")
         if isinstance(self.prompt, str):
-            return Answer(text, None, reason == "stop")
+            return ServedCompletion(text, None, reason == "stop")
         if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
             raise TransientServerError(f"{url} sent an answer without token_ids")
         if len(ids) > self.max_tokens or (reason == "length" and len(ids) < self.max_tokens):
             raise TransientServerError(f"{url} sent {len(ids)} tokens, but {self.max_tokens} were requested")
-        return Answer(text, ids, reason == "stop")
+        return ServedCompletion(text, ids, reason == "stop")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class CompletionServers:
             OSError: no server answers.
             ValueError: a server is unusable; the message is one sentence.
         """
-        self._pool.examine = partial(self._examine, Request(0, prompt, max_tokens=1))
+        self._pool.examine = partial(self._examine, CompletionRequest(0, prompt, max_tokens=1))
         self._run(self._pool.handshake())
         return self._pool.identity.window
 
@@ -164,7 +164,7 @@ class CompletionServers:
         """Send the requests, and return the log-probabilities in the same order. Raises as `complete` does."""
         return self._run(self.complete(requests))
 
-    async def complete(self, requests: Iterable[Request | ReadRequest]) -> list[Any]:
+    async def complete(self, requests: Iterable[CompletionRequest | ReadRequest]) -> list[Any]:
         """Send the requests in order, and return what they read from the responses, in the same order.
 
         Raises:
@@ -188,7 +188,7 @@ class CompletionServers:
         self._slots = self._free_slots()
         await self._pool.aclose()
 
-    async def _send(self, requests: Iterable[Request | ReadRequest]) -> list[Any]:
+    async def _send(self, requests: Iterable[CompletionRequest | ReadRequest]) -> list[Any]:
         answers: dict[int, Any] = {}
         waiting = enumerate(requests)
 
@@ -207,7 +207,7 @@ class CompletionServers:
             raise failures.exceptions[0] from None
         return [answers[number] for number in range(len(answers))]
 
-    def _home(self, request: Request | ReadRequest) -> int:
+    def _home(self, request: CompletionRequest | ReadRequest) -> int:
         """Return the index of the request's server, or of one that stands in for it while it is away."""
         members = self._pool.members
         healthy = [i for i, server in enumerate(members) if server.healthy] or range(len(members))
@@ -228,7 +228,7 @@ class CompletionServers:
 
         return asyncio.run(closing())
 
-    async def _examine(self, request: Request, server: Server) -> None:
+    async def _examine(self, request: CompletionRequest, server: Server) -> None:
         """Raise ValueError if the server does not continue the prompt of the request."""
         text = "" if isinstance(request.prompt, str) else "; if the server does not take token ids, set wire to text"
         try:

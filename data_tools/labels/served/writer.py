@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from data_tools.labels.served.servers import Answer, CompletionServers, ReadRequest, Request
+from data_tools.labels.served.servers import CompletionRequest, CompletionServers, ReadRequest, ServedCompletion
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
-from parse_infer.models.batch_decoder import Contexts, Row
+from parse_infer.models.batch_decoder import BatchRow, Contexts
 from parse_infer.models.fingerprint import describe_config, fingerprint_of
 from parse_infer.models.loading import load_config, load_served_model
 from parse_infer.text.detokenizer import encode_continuation
@@ -111,7 +111,7 @@ class ServedDecoder:
         ids = [[*contexts.ids[parent], *suffix] for parent, suffix in zip(parents, suffixes, strict=True)]
         return ServedContexts(ids, None, [contexts.prompts[parent] for parent in parents])
 
-    async def write(self, contexts: Contexts, rows: Sequence[Row]) -> list[list[int]]:
+    async def write(self, contexts: Contexts, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Return the new tokens of every row, end token included. A row without end token has `max_new_tokens`.
 
         Raises:
@@ -125,12 +125,14 @@ class ServedDecoder:
             written[i] = self._tokens(answer, rows[i].max_new_tokens)
         return written
 
-    def _requests(self, contexts: ServedContexts, rows: Sequence[Row]) -> Iterator[Request]:
+    def _requests(self, contexts: ServedContexts, rows: Sequence[BatchRow]) -> Iterator[CompletionRequest]:
         for row in rows:
             prompt = self.writer.prompt(contexts.ids[row.context][: row.length])
-            yield Request(contexts.prompts[row.context], prompt, row.max_new_tokens, row.sampling, self.eos_ids)
+            yield CompletionRequest(
+                contexts.prompts[row.context], prompt, row.max_new_tokens, row.sampling, self.eos_ids
+            )
 
-    def _tokens(self, answer: Answer, most: int) -> list[int]:
+    def _tokens(self, answer: ServedCompletion, most: int) -> list[int]:
         model = self.writer.model
         # The token limit may end inside a character.
         text = answer.text if answer.ended else answer.text.rstrip("\ufffd")
@@ -144,7 +146,7 @@ class ServedDecoder:
         return ids
 
 
-def prefix_order(contexts: ServedContexts, rows: Sequence[Row]) -> list[int]:
+def prefix_order(contexts: ServedContexts, rows: Sequence[BatchRow]) -> list[int]:
     """Return the row indices in an order that makes rows with a common prefix adjacent."""
 
     def place(i: int) -> tuple[int, list[int], int]:

@@ -27,7 +27,7 @@ _NEEDS = "a check that runs the model's code needs namespaces of Linux 5.12 or l
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramOutput:
     """What a program printed, at most 1 MiB each, and whether it ended without an error."""
 
     stdout: str
@@ -35,7 +35,7 @@ class Run:
     finished: bool
 
 
-def run_python(source: str, seconds: float = 10.0, cpu_seconds: int = 3) -> Run:
+def run_python(source: str, seconds: float = 10.0, cpu_seconds: int = 3) -> ProgramOutput:
     """Run `source` as a program in the sandbox.
 
     Args:
@@ -73,7 +73,7 @@ def run_python(source: str, seconds: float = 10.0, cpu_seconds: int = 3) -> Run:
             f"{_NEEDS}, which this system refuses ({texts[1].strip()}): allow user namespaces, give a container "
             "CAP_SYS_ADMIN, or use another check_with"
         )
-    return Run(texts[0], texts[1], process.returncode == 0)
+    return ProgramOutput(texts[0], texts[1], process.returncode == 0)
 
 
 @cache

@@ -32,7 +32,7 @@ Files = dict[str | None, Path]
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """A requested task or group of tasks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Row:
 class Tasks:
     """Loaded tasks, each with its problems."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
     tasks: dict[str, Task] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
 
@@ -132,10 +132,10 @@ def load_tasks(
         group = found["groups"].get(GENERATIVE.get(name, name)) if name not in data else None
         if group is not None:
             loaded.groups.update(found["groups"])
-            loaded.rows.append(Row(name, group.name, list(found["tasks"])))
+            loaded.rows.append(ResultRow(name, group.name, list(found["tasks"])))
         else:
             alone = len(found["tasks"]) == 1  # a tag has several tasks
-            loaded.rows.extend(Row(name if alone else each, each, [each]) for each in found["tasks"])
+            loaded.rows.extend(ResultRow(name if alone else each, each, [each]) for each in found["tasks"])
     return loaded
 
 

@@ -18,7 +18,7 @@ from parse_infer.backends.local.pair import LocalModelPair
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
 from parse_infer.decoding.loop import PairWrapper, identity, run_sync, speculate
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, SettingsError
@@ -29,8 +29,8 @@ from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
-from parse_infer.models.sampling import random_generator
 from parse_infer.models.token_map import token_map
+from parse_infer.models.token_sampling import random_generator
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.request.events import Event, Interrupted, Resumed
 from parse_infer.request.output import Source

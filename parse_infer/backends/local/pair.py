@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from parse_infer.decoding.block_length import FIRST, LONGEST, REPLAYED, threshold_class
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import Block, DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.judge.verifier import Verification

@@ -31,7 +31,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength, threshold_class
 from parse_infer.decoding.loop import PairWrapper, identity, speculate
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
-from parse_infer.drafters.draft_model import share_tokens
+from parse_infer.drafters.model_drafter import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, ServerError
 from parse_infer.judge.carried import Carried

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from parse_infer.backends.pool.retries import Unavailable
-from parse_infer.models.batch_decoder import Batch, BatchDecoder, Row, Run
+from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow, RunningRow
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
 
@@ -124,7 +124,7 @@ class LocalDraft:
             torch.set_num_threads(1)
             if hasattr(os, "setpriority"):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        batch, writing, waiting = self._decoder.batch(), list[tuple[_Job, Run]](), deque[_Job]()
+        batch, writing, waiting = self._decoder.batch(), list[tuple[_Job, RunningRow]](), deque[_Job]()
 
         def fail(error: Exception) -> None:
             for job in [*(job for job, _ in writing), *waiting]:
@@ -145,7 +145,9 @@ class LocalDraft:
                 batch, writing = self._decoder.batch(), []
                 waiting.clear()
 
-    def _step(self, batch: Batch, writing: list[tuple[_Job, Run]], waiting: deque[_Job]) -> list[tuple[_Job, Run]]:
+    def _step(
+        self, batch: Batch, writing: list[tuple[_Job, RunningRow]], waiting: deque[_Job]
+    ) -> list[tuple[_Job, RunningRow]]:
         """Add waiting drafts to free slots and decode one token of each draft. Returns the unfinished drafts."""
         arriving = list(islice(waiting, self._decoder.batch_size - len(writing)))
         runs = self._begun(arriving)
@@ -166,9 +168,9 @@ class LocalDraft:
             batch.compact()
         return [(job, run) for job, run in writing if not run.ended]
 
-    def _begun(self, jobs: Sequence[_Job]) -> list[Run]:
+    def _begun(self, jobs: Sequence[_Job]) -> list[RunningRow]:
         if not jobs:
             return []
         contexts = self._decoder.prefill([job.ids for job in jobs])
-        rows = [Row(i, len(job.ids), job.most, job.sampling) for i, job in enumerate(jobs)]
+        rows = [BatchRow(i, len(job.ids), job.most, job.sampling) for i, job in enumerate(jobs)]
         return [self._decoder.run(contexts, row) for row in rows]

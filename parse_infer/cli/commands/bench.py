@@ -177,13 +177,13 @@ def _bench_clients(
     import torch
 
     from parse_infer.calibration.held_out import leave_out_learnt
-    from parse_infer.evaluation.load_test import check_modes, run_clients, table
+    from parse_infer.evaluation.load_test import check_server_modes, clients_table, run_clients
     from parse_infer.models.environment import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ParseError(f"--clients is {clients!r}; give whole numbers of at least 1, such as 1,4,16")
-    check_modes(modes, starts=not models.target_url)
+    check_server_modes(modes, starts=not models.target_url)
     if any(mode.startswith("parse") for mode in modes):
         problems = leave_out_learnt(problems, models.train_problems)
     alone = replace(models, draft=None, adapter=None, calibration=None, draft_url=None, local_draft=None)
@@ -211,7 +211,7 @@ def _bench_clients(
     )
     with tracking.job(track):
         track_results(about, {f"{cell['way']}, {cell['clients']} clients": cell for cell in results["cells"]})
-    Console(highlight=False).print(table(results))
+    Console(highlight=False).print(clients_table(results))
     print(f"Written: {out}/clients.json, clients.md, clients.png")
 
 

@@ -71,7 +71,7 @@ def evaluate(
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     from data_tools.tasks.lm_eval.tasks import load_tasks, read_data
-    from parse_infer.evaluation.lm_eval.run import EvalSettings, run_eval, table
+    from parse_infer.evaluation.lm_eval.run import EvalSettings, eval_table, run_eval
 
     # The tasks set the budgets, whatever the calibration's was.
     parse = GenerationSettings(sys.maxsize, models.threshold, block_tokens=number_or_choice(block_tokens))
@@ -89,5 +89,5 @@ def evaluate(
     engine = models.load(promised=risk is not None)
     results = run_eval(engine, loaded, out, settings)
     console = Console(highlight=False)
-    console.print(table(results))
+    console.print(eval_table(results))
     console.print(f"Written: {out}/results.json, results.md", soft_wrap=True)

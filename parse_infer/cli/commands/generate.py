@@ -46,7 +46,7 @@ def generate(
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\
           --template-option enable_thinking=false
     """
-    from parse_infer.cli.output import answer_file, print_answers, stream_answers
+    from parse_infer.cli.answer_output import answer_file, print_answers, stream_answers
     from parse_infer.cli.prompt_rows import check_prompts
 
     rows = _prompt_rows(prompt, file, draft_text)

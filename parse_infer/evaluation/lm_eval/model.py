@@ -18,7 +18,7 @@ from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.modes import Mode, timed
-from parse_infer.evaluation.records import Answer
+from parse_infer.evaluation.records import AnswerFigures
 from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.prompts import Prompt, Verbatim
@@ -27,7 +27,7 @@ MODES = ("target", "parse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRecord(Answer):
+class EvalRecord(AnswerFigures):
     """One answer of one mode. `text` is lm-eval's, without the final stop string."""
 
     request: str

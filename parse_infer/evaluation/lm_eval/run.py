@@ -11,7 +11,7 @@ import numpy as np
 from lm_eval.evaluator import evaluate
 from rich.console import Console
 
-from data_tools.tasks.lm_eval.tasks import Row, Tasks
+from data_tools.tasks.lm_eval.tasks import ResultRow, Tasks
 from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
@@ -135,12 +135,12 @@ def run_eval(
         "tasks": {row.name: _figures(row, found, answers, settings.seed) for row in tasks.rows},
         "lm_eval": {mode: {key: _plain(found[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
     }
-    write_text(Path(folder) / "results.md", markdown(results))
+    write_text(Path(folder) / "results.md", eval_markdown(results))
     write_results(Path(folder) / "results.json", results)
     return results
 
 
-def _figures(row: Row, found: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _figures(row: ResultRow, found: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
     target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
     return {
         "lm_eval_task": row.result,
@@ -153,7 +153,7 @@ def _figures(row: Row, found: Mapping[str, Any], answers: Mapping[str, Any], see
     }
 
 
-def _metrics(row: Row, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _metrics(row: ResultRow, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """All metrics of lm-eval in both modes; {} for a group without aggregated metrics."""
     metrics = {}
     told = [found[mode]["results"].get(row.result, {}) for mode in MODES]
@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def rows(results: dict[str, Any]) -> list[list[str]]:
+def eval_rows(results: dict[str, Any]) -> list[list[str]]:
     """Cells under `HEADER`, one row per metric of a task; the first row has the speed."""
     cells = []
     for name, task in results["tasks"].items():
@@ -221,13 +221,13 @@ def _compared(metric: dict[str, Any]) -> list[str]:
     return [*values, f"{metric['difference']:+.3f}{around}"]
 
 
-def table(results: dict[str, Any]) -> Table:
+def eval_table(results: dict[str, Any]) -> Table:
     """Build a narrow table, with each interval, error and filter on its own line."""
-    cells = [[*(cell.replace(",", "\n") for cell in row[:2]), *row[2:]] for row in rows(results)]
+    cells = [[*(cell.replace(",", "\n") for cell in row[:2]), *row[2:]] for row in eval_rows(results)]
     return terminal_table([name.replace(", ", "\n") for name in HEADER], cells, caption=NOTE, breaks=r"(?<![±→]) ")
 
 
-def markdown(results: dict[str, Any]) -> str:
+def eval_markdown(results: dict[str, Any]) -> str:
     """The content of `results.md`."""
     environment = results["environment"]
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
@@ -238,7 +238,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{_proposer(environment['target_drafter'])}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",
-        *markdown_table(HEADER, rows(results)),
+        *markdown_table(HEADER, eval_rows(results)),
         "",
         NOTE,
     ]

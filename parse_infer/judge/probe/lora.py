@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
-from parse_infer.models.lora import check_options, low_rank_updates
+from parse_infer.models.lora import check_lora_options, low_rank_updates
 
 
 class ProbeLoRA:
@@ -42,7 +42,7 @@ class ProbeLoRA:
                 "adapter_config.json has no alora_invocation_tokens: an ordinary LoRA, active on the whole text, "
                 "cannot be applied to the probes alone"
             )
-        check_options(config, also=("fan_in_fan_out",))
+        check_lora_options(config, also=("fan_in_fan_out",))
         updates = []
         for update in low_rank_updates(config, tensors, model):
             layer = update.layer

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.batch_decoder import BatchDecoder, BatchRow
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.detokenizer import decode
@@ -181,7 +181,7 @@ class CompletionServer:
         sampling = Sampling(body["temperature"], body["top_p"], max(0, body.get("top_k", 0)), body.get("seed"))
         with self._decoding:
             decoder = BatchDecoder(lm.model, ends, batch_size=1)
-            row = Row(0, len(ids), body["max_tokens"], sampling)
+            row = BatchRow(0, len(ids), body["max_tokens"], sampling)
             (written,) = decoder.decode(decoder.prefill([ids]), [row])
         reason = "stop" if written[-1] in ends else "length"
         return {"text": decode(lm.tokenizer, written), "token_ids": written, "finish_reason": reason}

@@ -31,7 +31,7 @@ from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import SequentialTest, Tally
 from data_tools.labels.shards import GroupFolder
-from data_tools.labels.summary import summarise
+from data_tools.labels.summary import summarise_labels
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
 from parse_infer.decoding.loop import run_sync
@@ -503,7 +503,7 @@ def test_load_dataset_knows_the_columns(make_config: Make, tmp_path: Path, monke
                 known = {"prompt": prompt, "problem_id": str(i), "draft_ids": cuts, "cuts": cuts}
                 groups.write(range(i, i + 1), [row | known])
             groups.write(range(3, 4), [])
-            write_card(folder, config, summarise(read_rows(folder)), groups.n_problems)
+            write_card(folder, config, summarise_labels(read_rows(folder)), groups.n_problems)
         loaded = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
         assert list(loaded) == ["validation"]
         data = loaded["validation"]

@@ -13,8 +13,8 @@ import pytest
 from data_tools.labels.backends import LocalDecoder
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
+from data_tools.labels.build_plan import make_plan
 from data_tools.labels.inspect import inspect_folder
-from data_tools.labels.plan import make_plan
 from data_tools.labels.rows import read_rows
 from data_tools.labels.shards import GroupFolder
 from data_tools.tasks.registry import load_task

@@ -13,7 +13,7 @@ from rich.console import Console
 from data_tools.cli import main
 from data_tools.labels.inspect import inspect_folder
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
-from data_tools.labels.summary import summarise
+from data_tools.labels.summary import summarise_labels
 
 
 def row(labels: list[bool], **more: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_a_perfect_judge_keeps_the_tokens_before_the_first_error() -> None:
     ]
     assert [d.kept_by_oracle for d in drafts] == [10, 5, 0]
     assert check_row(row([True]), "here").kept_by_oracle is None
-    lines = dict(summarise(drafts).lines())
+    lines = dict(summarise_labels(drafts).lines())
     assert lines["tokens a perfect judge keeps at temperature 0"] == "15 (50.0%); whole drafts 1 (50.0%)"
     assert lines["tokens a perfect judge keeps at temperature 1"] == "0 (0.0%); whole drafts 0 (0.0%)"
 
@@ -87,7 +87,7 @@ def test_undecided_prefixes_and_the_confidence_of_labels_are_shown(tmp_path: Pat
     greedy = row([True, True], **tokens)  # from before there was a confidence
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (sampled, nothing, greedy)))
     text = printed(tmp_path, layout="build")
-    summary = summarise(read_rows(tmp_path))
+    summary = summarise_labels(read_rows(tmp_path))
     lines = dict(summary.lines())
     assert (summary.rows, summary.prefixes, summary.undecided) == (2, 4, 8)
     assert lines["undecided prefixes, left out"] == "8 (66.7%)"

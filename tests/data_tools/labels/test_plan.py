@@ -16,10 +16,18 @@ import yaml
 from data_tools.cli import main
 from data_tools.labels import plan_run
 from data_tools.labels.build_config import BuildConfig
-from data_tools.labels.plan import Estimate, best_block, costs_of, make_plan, predict, share, tokens_to_first_error
+from data_tools.labels.build_plan import (
+    Estimate,
+    best_block,
+    costs_of,
+    make_plan,
+    predict,
+    share,
+    tokens_to_first_error,
+)
 from data_tools.labels.plan_run import lowest_temperature
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
-from data_tools.labels.summary import summarise
+from data_tools.labels.summary import summarise_labels
 from parse_infer.decoding.block_length import Costs
 from parse_infer.models.loading import load_language_model
 
@@ -86,7 +94,7 @@ def test_a_plan_reads_greedy_drafts_and_warns_of_a_weak_target(make_config: Call
     chosen = lowest_temperature(rows)
     assert [row.where for row in chosen] == ["0", "2"]
     config = make_config(limit=400)
-    plan = make_plan(config, summarise(rows), 4, chosen, {"0": 9, "2": 3}, Costs(1e-3, 1e-2, 0.0), 9.0)
+    plan = make_plan(config, summarise_labels(rows), 4, chosen, {"0": 9, "2": 3}, Costs(1e-3, 1e-2, 0.0), 9.0)
     assert plan.target_right.value == 1.0 and plan.draft_right is not None and plan.draft_right.value == 0.5
     assert plan.kept.value == 10 / 20 and plan.greedy_match.value == 12 / 20 and plan.hazard.value == 1 / 12.5
     assert (plan.first_segment_errors, plan.build_hours, plan.build_drafts_with_error) == (0.5, 1.0, 200)
@@ -96,12 +104,14 @@ def test_a_plan_reads_greedy_drafts_and_warns_of_a_weak_target(make_config: Call
     same_ratio = plan.speedups["GPU, draft token 1/10 of a forward"]["perfect_judge"]
     assert same_ratio.speedup.value == pytest.approx(judge.speedup.value)
 
-    unsolved = make_plan(replace(config, drop_unsolved=True), summarise(rows), 4, chosen, {"0": 9, "2": 3}, None, None)
+    unsolved = make_plan(
+        replace(config, drop_unsolved=True), summarise_labels(rows), 4, chosen, {"0": 9, "2": 3}, None, None
+    )
     assert unsolved.target_right.value == 0.5 and unsolved.draft_right is None and unsolved.both_right.value == 0.25
     assert "right in only 50%" in unsolved.notes[0] and unsolved.costs is unsolved.build_hours is None
     assert len(unsolved.speedups) == 3
     sampled = make_config(rollouts=4, rollout_temperature=0.7, margin=0.25, drop_unsolved=True)
-    notes = make_plan(sampled, summarise(rows), 4, chosen, {"0": 9, "2": 3}, None, None).notes
+    notes = make_plan(sampled, summarise_labels(rows), 4, chosen, {"0": 9, "2": 3}, None, None).notes
     assert len(notes) == 1 and "drop_unsolved" in notes[0]
 
 

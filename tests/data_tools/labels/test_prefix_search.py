@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from data_tools.labels.prefix_search import PrefixSearch
-from data_tools.labels.sequential_test import GreedyRule, LabelRule, SequentialTest, Tally, Verdict
+from data_tools.labels.sequential_test import GreedyRule, Label, LabelRule, SequentialTest, Tally
 
 SURE = GreedyRule(Tally(1, 1))
 
@@ -108,9 +108,9 @@ class Doubtful:
     limit: int = 6
     foregone: None = None
 
-    def decide(self, prefix: Tally) -> Verdict:
+    def decide(self, prefix: Tally) -> Label:
         share = prefix.share
-        return Verdict(None, 0.6) if 0 < share < 1 else Verdict(share == 1, 0.9 + 0.01 * prefix.total)
+        return Label(None, 0.6) if 0 < share < 1 else Label(share == 1, 0.9 + 0.01 * prefix.total)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13])

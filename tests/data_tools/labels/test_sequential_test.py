@@ -11,9 +11,9 @@ import pytest
 from data_tools.labels.sequential_test import (
     UNDECIDED,
     GreedyRule,
+    Label,
     SequentialTest,
     Tally,
-    Verdict,
     fewest_rollouts,
     log_ratio,
 )
@@ -25,7 +25,7 @@ SHARES = (0.2, 0.5, 0.55, 1.0)  # of that chance, from a prefix
 
 
 @cache
-def verdict(prompt: int, right: int, total: int, margin: float, max_error: float) -> Verdict:
+def label(prompt: int, right: int, total: int, margin: float, max_error: float) -> Label:
     return SequentialTest(Tally(prompt, LIMIT), margin, max_error, STEP, LIMIT).decide(Tally(right, total))
 
 
@@ -33,9 +33,9 @@ def binomial(right: int, total: int, chance: float) -> float:
     return comb(total, right) * chance**right * (1 - chance) ** (total - right)
 
 
-def outcomes(chance: float, share: float, margin: float, max_error: float) -> tuple[dict[Verdict, float], float]:
-    """The probability of each verdict about a prefix with this share of the chance, and the mean rollouts."""
-    found: dict[Verdict, float] = {}
+def outcomes(chance: float, share: float, margin: float, max_error: float) -> tuple[dict[Label, float], float]:
+    """The probability of each label of a prefix with this share of the chance, and the mean rollouts."""
+    found: dict[Label, float] = {}
     rollouts = 0.0
     for prompt in range(LIMIT + 1):
         going = {0: binomial(prompt, LIMIT, chance)}
@@ -51,7 +51,7 @@ def outcomes(chance: float, share: float, margin: float, max_error: float) -> tu
             for right, weight in drawn.items():
                 if weight < NEGLIGIBLE:
                     continue
-                one = verdict(prompt, right, total, margin, max_error)
+                one = label(prompt, right, total, margin, max_error)
                 if one.valid is None and total < LIMIT:
                     going[right] = weight
                 else:
@@ -59,7 +59,7 @@ def outcomes(chance: float, share: float, margin: float, max_error: float) -> tu
     return found, rollouts
 
 
-def share_of(found: dict[Verdict, float], valid: bool | None) -> float:
+def share_of(found: dict[Label, float], valid: bool | None) -> float:
     return sum(weight for one, weight in found.items() if one.valid is valid)
 
 
@@ -148,8 +148,8 @@ def test_a_target_that_is_hardly_ever_right_decides_nothing() -> None:
 def test_one_greedy_rollout_decides_with_certainty() -> None:
     right, wrong = Tally(1, 1), Tally(0, 1)
     assert GreedyRule(right).foregone is None
-    assert [GreedyRule(right).decide(prefix) for prefix in (right, wrong)] == [Verdict(True, 1.0), Verdict(False, 1.0)]
-    assert GreedyRule(wrong).foregone == GreedyRule(wrong).decide(wrong) == Verdict(True, 1.0)
+    assert [GreedyRule(right).decide(prefix) for prefix in (right, wrong)] == [Label(True, 1.0), Label(False, 1.0)]
+    assert GreedyRule(wrong).foregone == GreedyRule(wrong).decide(wrong) == Label(True, 1.0)
 
 
 def test_a_greedy_rollout_that_was_cut_off_decides_nothing() -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import random_generator
+from parse_infer.models.token_sampling import random_generator
 from parse_infer.settings.sampling import Sampling
 
 PIECE = 3  # tokens at a time in a stream

@@ -11,7 +11,7 @@ import pytest
 
 from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.retries import Failing, Unavailable
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.min_p import MinPJudge
 from parse_infer.judge.zero_shot import ZeroShotJudge

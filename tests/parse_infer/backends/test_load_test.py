@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from parse_infer.backends.pool.retries import Unavailable
-from parse_infer.evaluation.load_test import check_modes, run_clients, server_of
+from parse_infer.evaluation.load_test import check_server_modes, run_clients, server_of
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.test_eagle import make_head
 from tests.parse_infer.speculation.test_medusa import make_heads
@@ -140,22 +140,22 @@ def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, conn
 
 def test_modes_are_checked():
     with pytest.raises(ValueError, match="unknown mode 'eagle'"):
-        check_modes(["eagle"])
+        check_server_modes(["eagle"])
     with pytest.raises(ValueError, match="mode 'target\\+ngram:tokens=0' has a wrong size"):
-        check_modes(["target+ngram:tokens=0"])
+        check_server_modes(["target+ngram:tokens=0"])
     with pytest.raises(ValueError, match="'target\\+eagle3' is 'eagle3': give the folder of a trained head"):
-        check_modes(["target+eagle3"])
+        check_server_modes(["target+eagle3"])
     with pytest.raises(ValueError, match="is 'ngarm'; did you mean 'ngram'"):
-        check_modes(["target+ngarm"])
+        check_server_modes(["target+ngarm"])
     with pytest.raises(ValueError, match="unknown mode 'target:32\\+ngram'"):
-        check_modes(["target:32+ngram"])
-    check_modes(["target+ngram:tokens=5", "parse:adaptive", "parse+ngram"])
+        check_server_modes(["target:32+ngram"])
+    check_server_modes(["target+ngram:tokens=5", "parse:adaptive", "parse+ngram"])
     speculation = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5}
     assert server_of("target+ngram:tokens=5") == (True, {"speculative_config": speculation})
     assert server_of("parse:32+ngram:tokens=5") == (False, {"speculative_config": speculation})
     assert server_of("target") == (True, {}) and server_of("parse:adaptive") == (False, {})
     with pytest.raises(ValueError, match="needs a server of its own"):
-        check_modes(["parse+ngram"], starts=False)
+        check_server_modes(["parse+ngram"], starts=False)
 
 
 def test_a_head_decides_how_vllm_speculates(engine, tmp_path, monkeypatch):
@@ -177,4 +177,4 @@ def test_a_head_decides_how_vllm_speculates(engine, tmp_path, monkeypatch):
     }  # fmt: skip
     assert speculation("whole") == {"method": "medusa", "num_speculative_tokens": 3}
     with pytest.raises(ValueError, match=r"vLLM cannot load the Medusa heads .*medusa as they are: rewrite them"):
-        check_modes(["target+medusa"])
+        check_server_modes(["target+medusa"])

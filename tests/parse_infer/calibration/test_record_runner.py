@@ -10,7 +10,7 @@ import pytest
 
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
-from parse_infer.evaluation.records import Answer
+from parse_infer.evaluation.records import AnswerFigures
 from parse_infer.request.output import Generation, Statistics, Timings
 
 
@@ -43,6 +43,6 @@ def test_an_interrupted_measurement_runs_only_what_is_missing(tmp_path: Path, ca
 
 def test_a_record_takes_its_figures_by_name():
     generation = Generation("four", [1, 2], [], "eos", Statistics(draft_tokens=5, target_forwards=3), Timings())
-    answer = Answer.of(generation, 0.123456, accepted_tokens=None)
+    answer = AnswerFigures.of(generation, 0.123456, accepted_tokens=None)
     assert (answer.text, answer.n_tokens, answer.seconds, answer.finish_reason) == ("four", 2, 0.1235, "eos")
     assert (answer.target_forwards, answer.draft_tokens, answer.accepted_tokens) == (3, 5, None)

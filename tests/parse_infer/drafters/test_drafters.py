@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel

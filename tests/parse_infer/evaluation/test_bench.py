@@ -26,7 +26,7 @@ from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
-from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe
+from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe_mode
 from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
@@ -307,7 +307,7 @@ def test_sizes_stand_behind_the_mode(engine):
 
 
 def test_modes_in_words():
-    assert describe("parse+none") == "PARSE with the trained adapter, no token drafter"
+    assert describe_mode("parse+none") == "PARSE with the trained adapter, no token drafter"
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
 
@@ -335,7 +335,7 @@ def test_a_mode_may_let_the_target_answer_alone(engine, monkeypatch):
     (mode,) = make_modes(engine, ["parse:adaptive"], GenerationSettings(8, threshold=1.0, block_tokens="whole"))
     found = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.rounds for _ in range(2 * MIN_SAMPLES)]
     assert found == [1] * MIN_SAMPLES + [0] * MIN_SAMPLES, "both ways are tried before they are compared"
-    assert describe(mode.name).endswith(", adaptive")
+    assert describe_mode(mode.name).endswith(", adaptive")
 
 
 def test_a_mode_may_stream(make_engine, random_adapter, monkeypatch):

@@ -16,7 +16,7 @@ from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
 from data_tools.tasks.lm_eval import tasks as lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)
 from parse_infer.evaluation.lm_eval.model import ParseLM  # isort: skip
-from parse_infer.evaluation.lm_eval.run import EvalSettings, rows, run_eval  # isort: skip
+from parse_infer.evaluation.lm_eval.run import EvalSettings, eval_rows, run_eval  # isort: skip
 from data_tools.tasks.lm_eval.tasks import configs, load_tasks, read_data  # isort: skip
 
 PUBLISHED = ("gsm8k", "minerva_math", "mmlu", "mmlu_pro", "gpqa", "humaneval_plus", "mbpp_plus", "mt_bench")
@@ -76,7 +76,7 @@ def test_lm_eval_scores_the_engines_answers_in_both_modes(make_engine, apples, t
     assert figures["same_text"] == pytest.approx(same)
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["tasks"] == json.loads(json.dumps(results["tasks"]))
-    assert rows(results)[0][:2] == ["apples, 5", "exact_match,none"]
+    assert eval_rows(results)[0][:2] == ["apples, 5", "exact_match,none"]
     records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
     order = [(record["problem"], record["mode"]) for record in records]
     assert order[:4] == [(0, "target"), (0, "parse"), (1, "parse"), (1, "target")] and len(order) == 10
@@ -119,7 +119,7 @@ def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_
     manager = own_tasks(write_apples(tmp_path, own["parse"][:2], name="pears"))
     monkeypatch.setattr(lm_eval_tasks, "_manager", lambda: manager)
     results = run_eval(engine, load_tasks(["fruit"]), tmp_path / "out", PLAIN)
-    (row,) = rows(results)
+    (row,) = eval_rows(results)
     metric = results["tasks"]["fruit"]["metrics"]["exact_match,none"]
     same = [a == b for a, b in zip(own["target"], own["parse"], strict=True)]
     assert row[0] == "fruit, 7" and not all(same)
@@ -178,7 +178,7 @@ def test_mt_bench_tells_speed_and_agreement(make_engine, tmp_path):
     path.write_text("\n".join(json.dumps({"turns": [question, "And now?"]}) for question in QUESTIONS))
     loaded = load_tasks(["mt_bench"], read_data([f"mt_bench={path}"], ["mt_bench"]))
     results = run_eval(make_engine(), loaded, tmp_path / "out", EvalSettings(limit=2, max_new_tokens=8))
-    (row,) = rows(results)
+    (row,) = eval_rows(results)
     assert results["tasks"]["mt_bench"]["metrics"] == {} and row[:2] == ["mt_bench, 2", "same text"]
 
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from parse_infer.cli.app import main
-from parse_infer.evaluation.forward_cost import CHAIN, DRAFT_STEP, PACKED, PREFILL, STEP, random_model, report, steps
+from parse_infer.evaluation.forward_cost import (
+    CHAIN,
+    DRAFT_STEP,
+    PACKED,
+    PREFILL,
+    STEP,
+    cost_report,
+    random_model,
+    steps,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,7 +43,7 @@ def test_a_timed_step_is_one_forward_of_the_model_or_one_guess(pair):
 def test_what_a_drafter_must_bring_is_what_it_costs():
     seconds = {STEP: [2.0, 2.0], CHAIN: [3.0] * 2, PACKED: [6.0] * 2, PREFILL: [5.0] * 2}
     seconds |= {DRAFT_STEP: [0.25] * 2, "eagle3, chain": [1.0] * 2}
-    table, summary = report(seconds, drafted=100)
+    table, summary = cost_report(seconds, drafted=100)
     assert list(table.columns[-1].cells) == ["", "", "", "", "2.12", "2.00"]  # (5 x 0.25 + 3) / 2, (1 + 3) / 2
     assert list(table.columns[3].cells) == ["1.00", "1.50", "3.00", "2.50", "0.12", "0.50"]
     assert "6.67 times as fast" in summary and "6.45 times under" in summary  # 200 / (25 + 5), 200 / (25 + 6)

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from parse_infer.models.attention import enable_split_attention
-from parse_infer.models.batch_decoder import BatchDecoder, Contexts, Row
+from parse_infer.models.batch_decoder import BatchDecoder, BatchRow, Contexts
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import RowSampling, uniform_numbers
+from parse_infer.models.token_sampling import RowSampling, uniform_numbers
 from parse_infer.settings.sampling import Sampling, seed_of
 
 EOS = set(range(0, 260, 6))  # many, or random models would seldom write one
@@ -25,13 +25,13 @@ def sequences(random_ids: Callable[..., list[int]]) -> list[list[int]]:
     return [random_ids(n, seed=n) for n in (17, 3, 30, 9, 24, 12, 5)]
 
 
-def make_rows(sequences: list[list[int]], n: int, sampled: bool = False) -> list[Row]:
+def make_rows(sequences: list[list[int]], n: int, sampled: bool = False) -> list[BatchRow]:
     random = Random(1)
     rows = []
     for i in range(n):
         context = random.randrange(len(sequences))
         sampling = Sampling(temperature=1.0, top_p=0.9, seed=i) if sampled and i % 2 else Sampling()
-        rows.append(Row(context, random.randint(1, len(sequences[context])), random.randint(0, 12), sampling))
+        rows.append(BatchRow(context, random.randint(1, len(sequences[context])), random.randint(0, 12), sampling))
     return rows
 
 
@@ -81,7 +81,9 @@ def test_sampled_rows_do_not_depend_on_their_batch(
     decoder = BatchDecoder(model, EOS)
     contexts = decoder.prefill(sequences)
     assert decoder.decode(contexts, rows[::-1]) == results[0][::-1]
-    reseeded = [Row(r.context, r.length, 12, Sampling(temperature=1.0, seed=s)) for s, r in enumerate(rows[:1] * 8)]
+    reseeded = [
+        BatchRow(r.context, r.length, 12, Sampling(temperature=1.0, seed=s)) for s, r in enumerate(rows[:1] * 8)
+    ]
     assert len({tuple(ids) for ids in decoder.decode(contexts, reseeded)}) > 4
 
 
@@ -95,7 +97,7 @@ def test_contexts_run_once_and_ended_rows_leave_the_batch(
     contexts = decoder.extend(decoder.prefill([[1, 2, 3]]), [0] * 7, sequences)
     assert widths == [(1, 3), (7, 30)]
     widths.clear()
-    rows = [Row(i % 7, 4, 1 + 2 * (i % 8)) for i in range(20)]
+    rows = [BatchRow(i % 7, 4, 1 + 2 * (i % 8)) for i in range(20)]
     written = decoder.decode(contexts, rows)
     assert all(width[1] == 1 for width in widths)
     assert len(widths) == decoder.steps
@@ -112,7 +114,7 @@ def test_one_long_prompt_does_not_pad_the_others(make_model: Callable[..., PreTr
     sequences = [random_ids(5 + n % 9, seed=n) for n in range(47)]
     sequences.insert(20, random_ids(1500, seed=99))
     tokens = sum(map(len, sequences))
-    rows = [Row(i, len(ids), 4) for i, ids in enumerate(sequences)]
+    rows = [BatchRow(i, len(ids), 4) for i, ids in enumerate(sequences)]
     decoder = BatchDecoder(model, EOS)
     prefilled = decoder.prefill(sequences)
     assert sum(read) < 1.5 * tokens, f"{sum(read)} tokens are read for {tokens}"
@@ -123,7 +125,7 @@ def test_one_long_prompt_does_not_pad_the_others(make_model: Callable[..., PreTr
     assert prefilled.ids == extended.ids == sequences
     written = decoder.decode(prefilled, rows)
     assert written == decoder.decode(extended, rows)
-    assert written == [decoder.decode(decoder.prefill([ids]), [Row(0, len(ids), 4)])[0] for ids in sequences]
+    assert written == [decoder.decode(decoder.prefill([ids]), [BatchRow(0, len(ids), 4)])[0] for ids in sequences]
 
 
 def test_prompts_of_about_one_length_are_read_at_once(make_model: Callable[..., PreTrainedModel], random_ids) -> None:
@@ -143,7 +145,7 @@ def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences:
     while waiting or batch.runs:
         arriving = [waiting.pop() for _ in range(min(2, len(waiting)))]
         contexts = decoder.prefill(arriving) if arriving else None
-        runs += [decoder.run(contexts, Row(i, len(ids), 6)) for i, ids in enumerate(arriving)]
+        runs += [decoder.run(contexts, BatchRow(i, len(ids), 6)) for i, ids in enumerate(arriving)]
         batch.add(runs[len(runs) - len(arriving) :])
         if len(runs) == 2:
             runs[0].ended = True  # nobody wants it
@@ -159,16 +161,18 @@ def test_budgets_end_tokens_and_mistakes(make_model: Callable[..., PreTrainedMod
     model = make_model("llama")
     decoder = BatchDecoder(model, set())
     contexts = decoder.prefill([[1, 2, 3], [4]])
-    assert [len(ids) for ids in decoder.decode(contexts, [Row(0, 3, 0), Row(0, 3, 5), Row(1, 1, 2)])] == [0, 5, 2]
+    assert [
+        len(ids) for ids in decoder.decode(contexts, [BatchRow(0, 3, 0), BatchRow(0, 3, 5), BatchRow(1, 1, 2)])
+    ] == [0, 5, 2]
     assert decoder.decode(contexts, []) == []
-    first = decoder.decode(contexts, [Row(0, 2, 1)])[0][0]
-    assert BatchDecoder(model, {first}).decode(contexts, [Row(0, 2, 9)]) == [[first]]
+    first = decoder.decode(contexts, [BatchRow(0, 2, 1)])[0][0]
+    assert BatchDecoder(model, {first}).decode(contexts, [BatchRow(0, 2, 9)]) == [[first]]
     assert decoder.extend(contexts, [], []) == Contexts([], None)
     for length in (0, 4):
         with pytest.raises(ValueError, match="after 1 to 3 tokens"):
-            decoder.decode(contexts, [Row(0, length, 5)])
+            decoder.decode(contexts, [BatchRow(0, length, 5)])
     with pytest.raises(ValueError, match="seed"):
-        decoder.decode(contexts, [Row(0, 1, 5, Sampling(temperature=1.0))])
+        decoder.decode(contexts, [BatchRow(0, 1, 5, Sampling(temperature=1.0))])
     with pytest.raises(ValueError, match="at least one token"):
         decoder.prefill([[1], []])
     with pytest.raises(ValueError, match="batch_size is 0"):
@@ -177,7 +181,7 @@ def test_budgets_end_tokens_and_mistakes(make_model: Callable[..., PreTrainedMod
 
 def test_bfloat16_rows_decode(make_model: Callable[..., PreTrainedModel]) -> None:
     decoder = BatchDecoder(make_model("qwen3", dtype=torch.bfloat16), set(), 2)
-    rows = [Row(i, 2, 4, Sampling(temperature=0.7 * i, seed=i)) for i in range(3)]
+    rows = [BatchRow(i, 2, 4, Sampling(temperature=0.7 * i, seed=i)) for i in range(3)]
     assert [len(ids) for ids in decoder.decode(decoder.prefill([[1, 2], [3, 4, 5], [6, 7]]), rows)] == [4, 4, 4]
 
 

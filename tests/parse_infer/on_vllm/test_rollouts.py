@@ -10,7 +10,7 @@ import pytest
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.served.writer import ServedWriter
 from parse_infer.backends.launch.launch import launch, plain_options
-from parse_infer.models.batch_decoder import BatchDecoder, Row
+from parse_infer.models.batch_decoder import BatchDecoder, BatchRow
 from parse_infer.models.loading import load_language_model, load_served_model
 from parse_infer.settings.sampling import Sampling
 
@@ -50,7 +50,7 @@ def _rows_are_those_of_the_local_decoder(urls: list[str]) -> None:
         contexts = [d.extend(d.prefill(prompts), range(len(prompts)), suffixes) for d in (served, local)]
         return decode(contexts[0], rows), local.decode(contexts[1], rows)
 
-    whole, expected = both([Row(i, len(ids), 120) for i, ids in enumerate(prompts)], [[]] * len(prompts))
+    whole, expected = both([BatchRow(i, len(ids), 120) for i, ids in enumerate(prompts)], [[]] * len(prompts))
     assert whole == expected
     assert sum(ids[-1] in language.eos_ids for ids in whole) >= len(prompts) // 2
 
@@ -58,12 +58,12 @@ def _rows_are_those_of_the_local_decoder(urls: list[str]) -> None:
     rows = []
     for i, ids in enumerate(prompts):
         ends = [random.randrange(1, len(whole[i])) for _ in range(3)]
-        rows += [Row(i, len(ids) + end, 60, Sampling(seed=i)) for end in ends]
+        rows += [BatchRow(i, len(ids) + end, 60, Sampling(seed=i)) for end in ends]
     found, expected = both(rows, whole)
     assert found == expected
 
-    sampled = [Row(i, len(ids), 60, Sampling(0.8, seed=i)) for i, ids in enumerate(prompts)]
+    sampled = [BatchRow(i, len(ids), 60, Sampling(0.8, seed=i)) for i, ids in enumerate(prompts)]
     contexts = served.prefill(prompts)
     once = decode(contexts, sampled)
     assert once == decode(contexts, sampled[::-1])[::-1]
-    assert once != decode(contexts, [Row(i, len(ids), 60) for i, ids in enumerate(prompts)])
+    assert once != decode(contexts, [BatchRow(i, len(ids), 60) for i, ids in enumerate(prompts)])

@@ -13,9 +13,9 @@ from scipy.stats import chisquare
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.sampling import choose, distribution, draw
+from parse_infer.models.token_sampling import choose, distribution, draw
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import accept_tree, speculate
+from parse_infer.speculation.decode import accept_tree, speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.speculation.proposer import ROOT, TokenTree
@@ -63,7 +63,7 @@ def test_greedy_tokens_are_the_models_own(model, random_ids, branches, luck):
         expected = written(model, prompt, 30)
         decoder = Decoder(model, ())
         decoder.seek(prompt)
-        found = list(speculate(decoder, Oracle(prompt + expected, luck, branches, seed), 30))
+        found = list(speculative_decode(decoder, Oracle(prompt + expected, luck, branches, seed), 30))
         assert found == expected
         if luck == 1:
             assert decoder.forwards <= 1 + 30 // 4, decoder.forwards
@@ -92,7 +92,7 @@ def test_two_hundred_prompts_greedy_with_a_draft_model(make_model, tokenizer, ra
         prompt = random_ids(9, seed)
         lm.decoder.seek(prompt)
         before = lm.decoder.forwards
-        found = list(speculate(lm.decoder, drafter, 12))
+        found = list(speculative_decode(lm.decoder, drafter, 12))
         forwards += lm.decoder.forwards - before
         expected = written(target, prompt, 12)
         assert found == expected[: expected.index(EOS) + 1 if EOS in expected else 12], f"prompt {seed}"
@@ -108,11 +108,11 @@ def test_an_end_token_and_the_budget_end_it(make_model, random_ids):
     first = expected.index(end)
     decoder = Decoder(model, {end})
     decoder.seek(prompt)
-    assert list(speculate(decoder, Oracle(prompt + expected, 1.0, False), 20)) == expected[: first + 1]
+    assert list(speculative_decode(decoder, Oracle(prompt + expected, 1.0, False), 20)) == expected[: first + 1]
     for budget in (0, 1, 2, 5, 9):
         decoder = Decoder(model, ())
         decoder.seek(prompt)
-        assert list(speculate(decoder, Oracle(prompt + expected, 1.0, False), budget)) == expected[:budget]
+        assert list(speculative_decode(decoder, Oracle(prompt + expected, 1.0, False), budget)) == expected[:budget]
 
 
 def test_known_logits_cost_no_forward(make_model, random_ids):
@@ -122,7 +122,7 @@ def test_known_logits_cost_no_forward(make_model, random_ids):
     decoder.seek(prompt)
     decoder.next_logits()
     before = decoder.forwards
-    tokens = speculate(decoder, PromptLookupDrafter(), 5)
+    tokens = speculative_decode(decoder, PromptLookupDrafter(), 5)
     assert next(tokens) == written(model, prompt, 1)[0]
     assert decoder.forwards == before
 
@@ -130,7 +130,7 @@ def test_known_logits_cost_no_forward(make_model, random_ids):
 def test_a_changed_context_is_noticed(make_model, random_ids):
     decoder = Decoder(make_model("llama"), ())
     decoder.seek(random_ids(12))
-    tokens = speculate(decoder, PromptLookupDrafter(), 5)
+    tokens = speculative_decode(decoder, PromptLookupDrafter(), 5)
     next(tokens)
     decoder.seek(random_ids(3))
     with pytest.raises(RuntimeError, match="context was changed"):
@@ -217,7 +217,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
     for _ in range(1500):
         lm.decoder.seek(prompt[:-1])
         lm.decoder.seek(prompt)
-        counts[next(speculate(lm.decoder, drafter, 3, sampling, generator))] += 1
+        counts[next(speculative_decode(lm.decoder, drafter, 3, sampling, generator))] += 1
     possible = first > 0
     assert counts[~possible].sum() == 0
     assert (

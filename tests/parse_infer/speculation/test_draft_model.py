@@ -14,11 +14,11 @@ from parse_infer.backends.local.describe import describe_drafter
 from parse_infer.decoding.block_length import FIRST, BlockLength, Costs
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import token_map
+from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation import draft_model
-from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
@@ -127,7 +127,7 @@ def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 4)
     drafter._note_alone(0, 1e6, 300)  # the prompt of an answer that begins in a pause is no token
     target.decoder.seek(ids)
-    assert list(speculate(target.decoder, drafter, 60)) == expected
+    assert list(speculative_decode(target.decoder, drafter, 60)) == expected
     assert alone and set(alone) == {4}
     assert len(noted) >= len(alone) and all(read == n + 1 for n, _, read in noted[1:])
     gained = sum(accepted + 1 for _, accepted, _ in noted) + sum(alone)

@@ -14,7 +14,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
 from parse_infer.request.events import Resumed
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_infer.speculation.registry import load_token_drafter
@@ -168,7 +168,7 @@ def test_greedy_decoding_is_the_models_own(lm, random_ids, parallel, top_k):
         expected = list(lm.decoder.decode(24))
         lm.decoder.seek([])
         lm.decoder.seek(prompt)
-        assert list(speculate(lm.decoder, drafter, 24)) == expected
+        assert list(speculative_decode(lm.decoder, drafter, 24)) == expected
     assert drafter.forwards > 0
 
 
@@ -194,7 +194,7 @@ def test_a_head_that_knows_the_answer_saves_forwards(lm, random_ids, top_k, monk
     lm.decoder.seek([])
     lm.decoder.seek(prompt)
     before = lm.decoder.forwards
-    assert list(speculate(lm.decoder, drafter, 24)) == truth[11:]
+    assert list(speculative_decode(lm.decoder, drafter, 24)) == truth[11:]
     assert lm.decoder.forwards - before <= 1 + 24 // 5 + 1
 
 
@@ -203,7 +203,7 @@ def test_sampling_through_a_head_draws_the_models_tokens(lm, random_ids):
     sampling, generator = Sampling(0.8, top_k=5), torch.Generator().manual_seed(0)
     prompt = random_ids(6)
     lm.decoder.seek(prompt)
-    tokens = list(speculate(lm.decoder, drafter, 30, sampling, generator))
+    tokens = list(speculative_decode(lm.decoder, drafter, 30, sampling, generator))
     for i in range(len(tokens)):  # each is among the five that the settings allow there
         lm.decoder.seek(prompt + tokens[:i])
         assert tokens[i] in lm.decoder.next_logits().topk(5).indices.tolist(), i

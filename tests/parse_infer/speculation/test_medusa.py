@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
 from parse_infer.speculation.proposer import ROOT
@@ -91,7 +91,7 @@ def test_greedy_decoding_is_the_models_own(lm, random_ids, top_k):
         expected = list(lm.decoder.decode(24))
         lm.decoder.seek([])
         lm.decoder.seek(prompt)
-        assert list(speculate(lm.decoder, drafter, 24)) == expected
+        assert list(speculative_decode(lm.decoder, drafter, 24)) == expected
     assert drafter.forwards > 0
 
 
@@ -111,7 +111,7 @@ def test_heads_that_know_the_answer_save_forwards(lm, random_ids, monkeypatch):
     lm.decoder.seek([])
     lm.decoder.seek(prompt)
     before = lm.decoder.forwards
-    assert list(speculate(lm.decoder, drafter, 24)) == truth[11:]
+    assert list(speculative_decode(lm.decoder, drafter, 24)) == truth[11:]
     assert lm.decoder.forwards - before <= 1 + 24 // 5 + 1
 
 

@@ -8,10 +8,10 @@ from scipy.stats import chisquare
 
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.sampling import distribution
 from parse_infer.models.token_map import token_map
+from parse_infer.models.token_sampling import distribution
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from tests.parse_infer.language_models import TokenCount, reduced_pair
 
@@ -43,7 +43,7 @@ def test_greedy_tokens_are_the_targets_own(target, draft):
         target.decoder.seek(prompt_of(seed))
         plain.seek(prompt_of(seed))
         before = target.decoder.forwards
-        found = list(speculate(target.decoder, drafter, 12))
+        found = list(speculative_decode(target.decoder, drafter, 12))
         assert found == list(plain.decode(12)), f"prompt {seed}"
         forwards, n = forwards + target.decoder.forwards - before, n + len(found)
     assert drafter.forwards > 0 and forwards < 0.8 * n, "the draft model is never right"
@@ -66,7 +66,7 @@ def test_sampling_keeps_the_distribution(target, draft):
     for _ in range(draws):
         target.decoder.seek(prompt[:-1])
         target.decoder.seek(prompt)
-        counts[next(speculate(target.decoder, drafter, 3, sampling, generator))] += 1
+        counts[next(speculative_decode(target.decoder, drafter, 3, sampling, generator))] += 1
     possible = first > 0
     assert counts[~possible].sum() == 0
     expected = first[possible] / first.sum() * draws

@@ -12,7 +12,7 @@ import torch
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculate
+from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.medusa import MedusaDrafter
 from parse_infer.speculation.proposer import TokenProposer, TokenTree
@@ -65,7 +65,7 @@ def guesses(lm: LanguageModel, drafter: TokenProposer, prompt: list[int]) -> lis
             return found[-1]
 
     lm.decoder.seek(prompt)
-    list(speculate(lm.decoder, Noting(), 12, Sampling()))
+    list(speculative_decode(lm.decoder, Noting(), 12, Sampling()))
     return [TokenTree(list(guess.tokens), list(guess.parents)) for guess in found]
 
 

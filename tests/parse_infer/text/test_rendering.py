@@ -8,7 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from parse_infer.drafters.draft_model import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.generation import GenerationSettings

@@ -13,8 +13,8 @@ from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStrea
 from parse_infer.drafters.source import Block, Draft
 from parse_infer.errors import PromptError
 from parse_infer.models.loading import LanguageModel, same_tokenizer
-from parse_infer.models.sampling import distribution, draw, random_generator
 from parse_infer.models.token_map import TokenMap, token_map
+from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_infer.text.detokenizer import without_special_tokens

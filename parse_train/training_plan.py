@@ -27,7 +27,6 @@ from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.loading import load_served_model
 from parse_infer.text.cuts import CutPolicy
 from parse_train.counting import Counted, EveryToken, count
-from parse_train.draft_model import DraftModelTrainingConfig
 from parse_train.heads import train_eagle, train_medusa
 from parse_train.heads.training import HeadTrainingConfig
 from parse_train.judge.build_info import read_build_info
@@ -38,6 +37,7 @@ from parse_train.judge.probe.train import build_model
 from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import SelfGeneratedConfig
+from parse_train.train_draft_model import DraftModelTrainingConfig
 
 SPEED = 400e12  # assumed operations per second: 40 % of what an H100 does in bfloat16
 _ROWS = 512  # of a chunk of the output layer, as on a GPU
@@ -45,7 +45,7 @@ _DEPTHS = 2, 4  # layers that are counted; more layers continue the line
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Memory (bytes) and operations of a recipe on one GPU.
 
     Attributes:
@@ -110,7 +110,7 @@ def load_config_of(path: str | Path, overrides: Sequence[str]) -> Any:
     return parse_recipe(path, overrides, [BuildConfig], "parse-data build")[0]
 
 
-def plan(config: Any) -> Plan:
+def plan_training(config: Any) -> TrainingPlan:
     """Compute the plan of a recipe.
 
     Raises:
@@ -137,7 +137,7 @@ def along_layers(n: int, measure: Callable[[int], Counted]) -> Counted:
     return measure(few).extrapolated(measure(more), (n - few) / (more - few))
 
 
-def _validity(config: ValidityTrainingConfig) -> Plan:
+def _validity(config: ValidityTrainingConfig) -> TrainingPlan:
     spec = load_served_model(config.target, template_options=config.template_options)
     policy = CutPolicy.from_dict(config.cut_policy or read_build_info(config.data).cut_policy)
     b, t, k = config.per_device_train_batch_size, config.max_length, policy.max_cuts
@@ -181,7 +181,7 @@ def _validity(config: ValidityTrainingConfig) -> Plan:
         again = along_layers(depth, partial(measure, recomputes=True))
         other = counted.peak - counted.saved + b * t * cache_per_token(config.target, config.target_dtype)
         counted = Counted(again.saved, again.saved + counted.saved / depth + other, again.flops)
-    return Plan(
+    return TrainingPlan(
         f"{b} drafts a step, {t} tokens with their prompts, {k} probes of {len(whole.probe.ids)} tokens",
         size(frozen),
         size(learnt),
@@ -199,7 +199,7 @@ def _second_run(model: Any) -> Iterator[None]:
         yield
 
 
-def _logprob(config: LogprobTrainingConfig) -> Plan:
+def _logprob(config: LogprobTrainingConfig) -> TrainingPlan:
     b, k = config.per_device_train_batch_size, config.k
     model = LogprobModel(LogprobHead(config.head), TokenTexts(None, (0,), config.buckets), 0.0, 0.0).train()
 
@@ -214,10 +214,10 @@ def _logprob(config: LogprobTrainingConfig) -> Plan:
     counted = measure(few).extrapolated(measure(more), (t - few) / (more - few))
     rows = sum(1 for _ in read_rows(config.data)) if Path(config.data).exists() else None
     what = f"{b} drafts a step, {t} tokens each; no model is loaded"
-    return Plan(what, 0, size([*model.parameters()]), counted, b, rows, config.num_train_epochs)
+    return TrainingPlan(what, 0, size([*model.parameters()]), counted, b, rows, config.num_train_epochs)
 
 
-def _head(config: HeadTrainingConfig) -> Plan:
+def _head(config: HeadTrainingConfig) -> TrainingPlan:
     spec = load_served_model(config.model, template_options=config.template_options)
     lm: Any = SimpleNamespace(
         model=outline(config.model, config.model_dtype),
@@ -245,10 +245,10 @@ def _head(config: HeadTrainingConfig) -> Plan:
     counted = count(both, step, config.wants_bf16)
     answering = frozen + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
     rows, epochs, written = config.n_problems, config.num_train_epochs, _written(config)
-    return Plan(_answers(b, t), frozen, trained, counted, b, rows, epochs, answering, written)
+    return TrainingPlan(_answers(b, t), frozen, trained, counted, b, rows, epochs, answering, written)
 
 
-def _draft_model(config: DraftModelTrainingConfig) -> Plan:
+def _draft_model(config: DraftModelTrainingConfig) -> TrainingPlan:
     b, t = config.per_device_train_batch_size, PROMPT_TOKENS + config.max_answer_tokens
 
     def model_of(layers: int | None) -> nn.Module:
@@ -282,10 +282,10 @@ def _draft_model(config: DraftModelTrainingConfig) -> Plan:
     answering = frozen + target + config.batch_size * t * cache_per_token(config.model, config.model_dtype)
     counted = along_layers(depth_of(config.draft), measure)
     rows, epochs, written = config.n_problems, config.num_train_epochs, _written(config)
-    return Plan(_answers(b, t), frozen, learnt, counted, b, rows, epochs, answering, written)
+    return TrainingPlan(_answers(b, t), frozen, learnt, counted, b, rows, epochs, answering, written)
 
 
-def _build(config: BuildConfig) -> Plan:
+def _build(config: BuildConfig) -> TrainingPlan:
     """Weights of both models, and the target's keys and values of a full batch of rollouts or drafts."""
     models = ((config.target, config.dtype), (config.draft, config.dtype))
     weights = sum(size([*outline(*model).parameters()]) for model in models)
@@ -300,7 +300,7 @@ def _build(config: BuildConfig) -> Plan:
     writing = [written("drafts", config.draft, config.max_draft_tokens)]
     if config.asks_target:
         writing.append(written("rollouts", config.target, config.max_rollout_tokens))
-    return Plan(what, weights, answering=weights + cache, writing=tuple(writing))
+    return TrainingPlan(what, weights, answering=weights + cache, writing=tuple(writing))
 
 
 def _written(config: SelfGeneratedConfig) -> tuple[tuple[str, float], ...]:
@@ -326,7 +326,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB"
 
 
-_PLANS: dict[type, Callable[[Any], Plan]] = {
+_PLANS: dict[type, Callable[[Any], TrainingPlan]] = {
     ValidityTrainingConfig: _validity,
     LogprobTrainingConfig: _logprob,
     HeadTrainingConfig: _head,

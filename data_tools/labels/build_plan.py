@@ -24,7 +24,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedSpeedup:
     """Speed-up over the target alone at the best block length, without the prompt's prefill."""
 
     block_tokens: int
@@ -32,7 +32,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """The content of plan.json. Figures of drafts are those of each problem's draft at the lowest temperature.
 
     Attributes:
@@ -60,7 +60,7 @@ class Plan:
     undecided: float
     first_segment_errors: float | None
     costs: Costs | None
-    speedups: dict[str, dict[str, Prediction]]
+    speedups: dict[str, dict[str, PredictedSpeedup]]
     build_problems: int
     build_drafts_with_error: int
     seconds_per_problem: float | None
@@ -104,11 +104,11 @@ def best_block(survival: float, costs: Costs, longest: int = LONGEST) -> tuple[i
     return block, (costs.forward_s + costs.read_s) / pace
 
 
-def predict(survival: Estimate, costs: Costs, longest: int = LONGEST) -> Prediction:
+def predict(survival: Estimate, costs: Costs, longest: int = LONGEST) -> PredictedSpeedup:
     """Predict the speed-up at the best block length; its interval comes from the bounds of the survival."""
     block, speedup = best_block(survival.value, costs, longest)
     low, high = (best_block(bound, costs, longest)[1] for bound in survival.interval)
-    return Prediction(block, Estimate(speedup, (low, high)))
+    return PredictedSpeedup(block, Estimate(speedup, (low, high)))
 
 
 def costs_of(draft_s: float, one_s: float, many_s: float, further: int) -> Costs:
@@ -125,7 +125,7 @@ def make_plan(
     matches: Mapping[str, int],
     costs: Costs | None,
     seconds_per_problem: float | None,
-) -> Plan:
+) -> BuildPlan:
     """Compute the plan.
 
     Args:
@@ -156,7 +156,7 @@ def make_plan(
     longest = min(LONGEST, max(1, round(mean_length)))  # no block is longer than the answer
 
     greedy, n = config.rollout_sampling.greedy, config.limit or 1000
-    return Plan(
+    return BuildPlan(
         problems=problems,
         target_right=target_right,
         draft_right=None if config.drop_unsolved else share(draft_correct, ones),
