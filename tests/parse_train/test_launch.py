@@ -113,7 +113,7 @@ def test_two_processes_learn_what_one_learns(uninterrupted: Path, training_folde
     assert_same_adapter(output, uninterrupted, tolerance=2e-4)
 
 
-def test_a_recipe_is_a_program_that_goes_on_where_it_was_interrupted(
+def test_a_recipe_is_a_program_that_resumes_where_it_was_interrupted(
     uninterrupted: Path, training_folder: Path
 ) -> None:
     """What a kill leaves behind: a complete checkpoint, and one that was being written."""

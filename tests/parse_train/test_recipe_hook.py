@@ -61,7 +61,7 @@ def test_a_file_that_is_no_recipe_is_one_sentence(tmp_path: Path, content: bytes
     assert sentence in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
-def test_what_is_no_file_is_somebody_elses(tmp_path: Path) -> None:
+def test_other_paths_are_left_to_other_hooks(tmp_path: Path) -> None:
     for path in (tmp_path / "gone.yaml", tmp_path, tmp_path / "folder.yaml"):
         if path.name == "folder.yaml":
             path.mkdir()

@@ -37,7 +37,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_without_a_key_it_logs_offline_and_says_so(
+def test_without_a_key_runs_are_logged_offline_with_a_note(
     config: ValidityTrainingConfig, modes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     training_run.start(config, PAIR)
@@ -46,9 +46,7 @@ def test_without_a_key_it_logs_offline_and_says_so(
     assert config.report_to == ["wandb"]
 
 
-def test_a_resumed_training_goes_on_in_its_run(
-    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_training_continues_its_run(config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The id is kept in output_dir. A training that begins anew is another run, and a user's own id is respected."""
     wandb = pytest.importorskip("wandb")
     asked: list[tuple[str | None, str]] = []
@@ -64,7 +62,7 @@ def test_a_resumed_training_goes_on_in_its_run(
 
 
 @pytest.mark.parametrize("artifacts", ["none", "reference", "upload"])
-def test_files_leave_the_machine_only_where_that_is_asked_for(
+def test_files_leave_the_machine_only_if_requested(
     config: ValidityTrainingConfig, artifacts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offline: what `wandb sync` would send. A reference is a name and a hash."""
@@ -151,7 +149,7 @@ def test_a_tracker_that_cannot_start_stops_nothing(
     tracking.finish()
 
 
-def test_without_the_package_training_goes_on(
+def test_training_runs_without_the_package(
     config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

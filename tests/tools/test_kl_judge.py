@@ -124,7 +124,7 @@ def test_a_draft_model_with_fewer_tokens_of_its_own_reads_through_the_map(
     assert not lacking.reads(example)
 
 
-def test_where_there_is_no_kl_judge_the_reason_is_said(
+def test_a_missing_kl_judge_is_explained(
     pair: tuple[LanguageModel, LanguageModel],
     example: ValidityExample,
     make_model: Callable[..., PreTrainedModel],

@@ -235,10 +235,10 @@ def test_a_calibration_in_halves_has_a_table_and_a_figure(root):
     assert update(root) == []
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+def test_a_missing_folder_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "gone"), "--check"]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_the_documentation_shows_what_was_measured():
+def test_the_documentation_shows_the_committed_results():
     assert update(ROOT, write=False) == []

@@ -363,7 +363,7 @@ _RUN = "import json, sys; from data_tools.labels.build import *; build(BuildConf
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
-def test_a_killed_build_continues_as_if_nothing_had_happened(make_config: Make, options: dict[str, Any]) -> None:
+def test_a_killed_build_resumes_with_the_same_rows(make_config: Make, options: dict[str, Any]) -> None:
     whole, killed = (make_config(name, limit=14, problems_per_group=2, **options) for name in ("whole", "killed"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen([sys.executable, "-c", _RUN, json.dumps(asdict(killed))], env=environment)
@@ -411,7 +411,7 @@ def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pai
 _NAMES = ("000000-000004", "000004-000008", "000008-000010")
 
 
-def test_other_weights_or_problems_behind_the_same_name_are_noticed(make_config: Make, pair: Path) -> None:
+def test_changed_weights_or_problems_of_the_same_name_are_detected(make_config: Make, pair: Path) -> None:
     copy = Path(make_config().output_dir).parent / "copy"
     shutil.copytree(pair, copy)
     options = {"target": str(copy / "target"), "task_options": {"path": str(copy / "p.jsonl"), "check_with": "regex"}}
@@ -427,7 +427,7 @@ def test_other_weights_or_problems_behind_the_same_name_are_noticed(make_config:
             build(make_config(**options, limit=4))
 
 
-def test_whatever_a_kill_leaves_only_unfinished_groups_are_lost(tmp_path: Path) -> None:
+def test_a_kill_loses_only_unfinished_groups(tmp_path: Path) -> None:
     def write(folder: Path, n_problems: int = 7) -> list[range]:
         """Build groups of 3; returns those that were worked out."""
         groups, worked_out = GroupFolder(folder, "train"), []

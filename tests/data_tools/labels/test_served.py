@@ -104,7 +104,7 @@ def test_the_rows_are_those_of_the_local_build(
     assert len(one.asked) == before
 
 
-def test_text_does_where_a_server_knows_nothing_else(make: Make, make_config: Make, serve: Serve) -> None:
+def test_prompts_are_text_for_a_server_without_token_ids(make: Make, make_config: Make, serve: Serve) -> None:
     options = {"temperatures": [0.0]}  # at higher ones these models write bytes that are no text
     build(text := make("text", server := serve(ids=False, lists=False), wire="text", **options))
     build(local := make_config("local", **options))
@@ -143,7 +143,7 @@ FAULTS = ["status 500", "status 503", "status 429", "status 408", "drop", "cut",
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_is_asked_again(make: Make, make_config: Make, serve: Serve, fault: str) -> None:
+def test_failed_requests_are_retried(make: Make, make_config: Make, serve: Serve, fault: str) -> None:
     options = {"limit": 3} if fault == "slow" else {"limit": 6}
 
     def every_third(number: int) -> Fault:
@@ -158,7 +158,7 @@ def test_what_fails_is_asked_again(make: Make, make_config: Make, serve: Serve, 
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing(
+def test_a_restarted_server_loses_and_repeats_no_answer(
     make: Make, make_config: Make, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = serve(pause=0.002)
@@ -185,7 +185,7 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothin
     assert 2 <= said.count(f"{url} is healthy again") <= said.count(f"{url} is unhealthy") <= 4
 
 
-def test_another_replica_stands_in(make: Make, make_config: Make, serve: Serve) -> None:
+def test_another_replica_replaces_a_failed_one(make: Make, make_config: Make, serve: Serve) -> None:
     one, other = serve(), serve()
     one.fault = lambda number: one.kill() if number == 8 else None  # type: ignore[func-returns-value]
     config = make("served", one, other, limit=8)
@@ -252,9 +252,7 @@ def test_a_build_without_its_server_ends_in_one_sentence_and_is_continued(
 
 
 @pytest.mark.slow
-def test_a_killed_build_behind_a_server_continues_as_if_nothing_had_happened(
-    make: Make, make_config: Make, serve: Serve
-) -> None:
+def test_a_killed_build_over_servers_resumes_with_the_same_rows(make: Make, make_config: Make, serve: Serve) -> None:
     server = serve()
     groups: dict[str, Any] = {"limit": 12, "problems_per_group": 2, "concurrency": 1}  # three overlap
     config = make("killed", server, **groups)
@@ -323,7 +321,7 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
         ({}, {"concurrency": 0}, "concurrency is 0; it must be at least 1"),
     ],
 )
-def test_what_will_not_do_is_said_before_any_work(
+def test_unusable_settings_are_reported_before_any_work(
     make: Make,
     serve: Serve,
     tmp_path: Path,

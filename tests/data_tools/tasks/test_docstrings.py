@@ -128,6 +128,6 @@ def test_splits_are_disjoint_and_seeds_shuffle(package):
         ({"packages": "textwrap"}, "must be a list, each entry a text"),
     ],
 )
-def test_wrong_options_are_told(options, told):
+def test_wrong_options_are_rejected(options, told):
     with pytest.raises(ValueError, match=told):
         load_task("docstrings", **options)

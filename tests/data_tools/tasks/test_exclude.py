@@ -152,7 +152,7 @@ def test_a_model_and_its_lora_list_their_prompts(tmp_path: Path) -> None:
     assert train_problems_of("zoo:draft") == frozenset()
 
 
-def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_long_reading_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(terminal: bool) -> str:
         stream = io.StringIO()
         console = Console(file=stream, force_terminal=terminal, width=100)

@@ -338,7 +338,7 @@ def test_a_long_comparison_ends_and_the_next_one_starts_again(monkeypatch: pytes
     comparisons.stop()
 
 
-def test_without_its_package_the_check_says_so_before_any_work(tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Expand.", "reference": "x^2+2x+1"}))
     options = {"path": str(tmp_path / "rows.jsonl"), "check_with": "math"}
     task = load_task("jsonl", **options)

@@ -92,7 +92,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [found for part in value for found in tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
-def test_a_replay_keeps_the_states_at_which_an_answer_may_go_on_and_no_others(engine: ParseEngine):
+def test_a_replay_keeps_only_the_states_at_which_an_answer_may_continue(engine: ParseEngine):
     """One for each prefix that some threshold accepts; the prompt's and the rest of the draft's are gone."""
     prompt = PROMPTS[0] * 20
     with Replay(engine) as replay:
@@ -134,7 +134,7 @@ def run(
     return calibrate(engine, problems, check or (lambda problem, text: None), same_answer, folder, settings, task="t")
 
 
-def test_a_calibration_counts_problems_and_goes_on_after_an_interruption(engine: ParseEngine, tmp_path: Path):
+def test_a_calibration_counts_problems_and_resumes_after_an_interruption(engine: ParseEngine, tmp_path: Path):
     whole = run(engine, tmp_path / "whole")
     accepts_nothing, everything = whole.tried[0], whole.tried[-1]
     assert accepts_nothing.losses == 0, "above 1 the answer is the target's own"

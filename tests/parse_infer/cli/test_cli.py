@@ -132,7 +132,7 @@ def test_generate_reads_a_prompt_from_standard_input_and_streams_events(models, 
 
 
 @pytest.mark.slow
-def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(models, capsys):
+def test_the_draft_model_proposes_tokens_for_the_target_beside_text_drafts(models, capsys):
     question = ["generate", "What is 3 + 4?", "--draft-text", "It is 8.", "--max-new-tokens", "12", "--json"]
     question += ["--threshold", "0.99"]  # at which the draft is wrong
     answers = {}
@@ -149,7 +149,7 @@ def test_the_draft_model_guesses_for_the_target_also_where_the_draft_is_a_text(m
     assert "needs a draft model of its own" in sentence
 
 
-def test_a_draft_model_guesses_unless_it_is_told_not_to(models, capsys):
+def test_a_draft_model_proposes_tokens_by_default(models, capsys):
     guesses = []
     question = ["generate", "Hi", "--threshold", "1.5", "--max-new-tokens", "12", "--json", *models]
     for options in ([], ["--target-drafter", "auto"], ["--target-drafter", "none"]):
@@ -272,7 +272,7 @@ def test_demo_shows_problems_and_one_table(models, capsys):
 
 
 @pytest.mark.slow
-def test_bench_runs_every_mode_and_goes_on_in_its_folder(models, problems, tmp_path, capsys):
+def test_bench_runs_every_mode_and_resumes_in_its_folder(models, problems, tmp_path, capsys):
     out = tmp_path / "bench"
     command = ["bench", *problems, "--limit", "3", "--max-new-tokens", "6", "--out", str(out)]
     command += ["--thresholds", "0.5", "--sweep-limit", "1", *models]

@@ -246,7 +246,7 @@ def test_special_tokens_in_a_text_are_text(target):
     assert [i for i, token in enumerate(ids) if token in target.eos_ids] == [len(ids) - 1]
 
 
-def test_sampling_goes_on_with_its_randomness_and_starts_again_at_reset(draft, target):
+def test_sampling_continues_its_random_numbers_and_restarts_them_at_reset(draft, target):
     drafter = ModelDrafter(draft, target)
     hot = Sampling(temperature=50.0, seed=1)
     drafter.reset(PROMPT, hot)
@@ -267,7 +267,7 @@ def test_a_text_draft_is_proposed_once(target):
         TextDrafter("", target, PROMPT)
 
 
-def test_a_draft_continues_an_open_turn_without_a_seam(make_model, draft):
+def test_a_draft_continues_an_open_turn(make_model, draft):
     """A SentencePiece tokenizer puts a space in front of every text; inside the assistant's turn none may appear."""
     core = Tokenizer(models.BPE(unk_token="?"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -310,7 +310,7 @@ def test_a_rejected_draft_is_aligned_with_what_is_written_instead():
     assert propose([7] * 9) == [] == propose([7] * 20)
 
 
-def test_another_drafter_guesses_where_a_rejected_draft_says_nothing():
+def test_another_drafter_proposes_where_the_rejected_draft_has_no_proposal():
     drafter = RejectedDraft([1, 2], [50, 51, 52], fallback=PromptLookupDrafter(tokens=2))
     assert list(drafter.propose([1, 2, 50], 9, GREEDY, None).tokens) == [51, 52]
     assert list(drafter.propose([1, 2, 1, 2], 9, GREEDY, None).tokens) == [1, 2]

@@ -223,7 +223,7 @@ def test_every_mode_cuts_drafts_as_the_engine_does(engine):
             assert stats.rounds == BUDGET / 3
 
 
-def test_rivals_get_the_guesses_that_parse_gets(engine, make_model):
+def test_baselines_use_the_token_drafter_of_parse(engine, make_model):
     draft = LanguageModel("alike", resembling(make_model, engine.target.model), engine.draft.tokenizer)
     engine = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
     drafters = {mode.name: mode.engine.backend.target_drafter for mode in make(engine, *GUIDED, "target")}
@@ -246,7 +246,7 @@ def test_an_engines_own_token_drafters_play_no_part(engine):
     assert parse.engine.backend.target_drafter is None
 
 
-def test_a_draft_model_with_other_tokens_guesses_nothing(engine, make_model):
+def test_a_draft_model_with_other_tokens_proposes_nothing(engine, make_model):
     draft = LanguageModel("foreign", make_model("llama", seed=5, vocab_size=300, eos_token_id=0), word_tokenizer())
     foreign = ParseEngine.from_models(engine.target, draft, engine.backend.judge)
     assert [mode.engine.backend.target_drafter for mode in make(foreign, *GUIDED[:2], *GUIDED[3:])] == [None] * 5
@@ -280,7 +280,7 @@ def test_in_the_targets_vocabulary_a_draft_model_says_the_same(make_model):
     assert other.model.layers[0].mlp.up_proj.weight is draft.model.model.layers[0].mlp.up_proj.weight
 
 
-def test_sizes_stand_behind_the_mode(engine):
+def test_sizes_follow_the_name_of_the_mode(engine):
     fine, coarse = make(engine, "target+draft:tokens=1:confidence=0", "target+draft:tokens=9:confidence=0")
     drafted = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.drafter_forwards for mode in (fine, coarse)]
     assert drafted[0] < drafted[1]
@@ -376,7 +376,7 @@ def test_a_mode_without_its_part_is_refused(engine):
 
 
 @pytest.mark.slow
-def test_a_whole_run_that_is_interrupted_goes_on_without_repeating(engine, tmp_path: Path):
+def test_an_interrupted_run_resumes_without_repeating(engine, tmp_path: Path):
     settings = BenchSettings(ALL_MODES, GenerationSettings(6), thresholds=(0.5,), sweep_limit=1, repeats=2)
     calls = 0
 

@@ -84,7 +84,7 @@ def test_lm_eval_scores_the_engines_answers_in_both_modes(make_engine, apples, t
         assert record["text"] == own[record["mode"]][record["problem"]]
 
 
-def test_an_evaluation_goes_on_where_it_stopped(make_engine, apples, tmp_path):
+def test_an_evaluation_resumes_where_it_stopped(make_engine, apples, tmp_path):
     engine, loaded = make_engine(), apples([""] * 5)
     some = run_eval(engine, loaded, tmp_path / "out", EvalSettings(limit=3, apply_chat_template=False))
     assert some["tasks"]["apples"]["n"] == 3
@@ -173,7 +173,7 @@ def test_published_benchmarks_are_tasks_that_generate(name):
     assert len(members) == {"minerva_math": 7, "mmlu": 57, "mmlu_pro": 14}.get(name, 1)
 
 
-def test_mt_bench_tells_speed_and_agreement(make_engine, tmp_path):
+def test_mt_bench_reports_speed_and_agreement(make_engine, tmp_path):
     path = tmp_path / "mt.jsonl"
     path.write_text("\n".join(json.dumps({"turns": [question, "And now?"]}) for question in QUESTIONS))
     loaded = load_tasks(["mt_bench"], read_data([f"mt_bench={path}"], ["mt_bench"]))

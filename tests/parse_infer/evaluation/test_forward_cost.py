@@ -26,7 +26,7 @@ def pair():
 
 
 @pytest.mark.slow
-def test_a_timed_step_is_one_forward_of_the_model_or_one_guess(pair):
+def test_a_timed_step_is_one_forward_of_the_model_or_one_proposal(pair):
     target, draft = pair
     with torch.inference_mode():
         for step in steps(target, draft, 20, 16):

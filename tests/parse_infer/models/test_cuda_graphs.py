@@ -214,7 +214,7 @@ def test_large_memory_is_freed_with_its_context(graphed, random_ids, monkeypatch
         assert (decoder._cache is cache) == kept, tokens
 
 
-def test_what_has_no_graphs_says_so(make_model):
+def test_models_without_graphs_report_the_reason(make_model):
     with pytest.warns(UserWarning, match="torch_compile does nothing for LlamaForCausalLM in torch.float32 on cpu"):
         Decoder(make_model(), (), torch_compile=True)
 

@@ -193,7 +193,7 @@ def test_a_long_context_is_read_in_chunks(model, random_ids, split):
         assert torch.allclose(found, expected[length - 1 : length + len(guesses)], atol=1e-5, rtol=1e-5)
 
 
-def test_a_tree_behind_a_long_context_is_read_with_its_last_chunk(make_model, random_ids):
+def test_a_tree_after_a_long_context_is_read_with_the_last_chunk(make_model, random_ids):
     model = make_model("llama_gqa")
     enable_split_attention(model)
     ids, tokens, parents = random_ids(45), random_ids(5, seed=1), [-1, -1, 1, 1, 2]
@@ -348,7 +348,7 @@ def test_an_interrupted_forward_does_not_spoil_the_cache(make_model, random_ids,
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_interrupted_before_guesses_are_kept(make_model, random_ids, tree):
+def test_an_interruption_before_proposals_are_kept(make_model, random_ids, tree):
     """Ctrl-C between look_ahead() and keep(): the same context again is whole, without the guesses."""
     model = make_model("llama_gqa")
     enable_split_attention(model)

@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def test_the_device_that_is_named_is_the_one_that_is_asked(asked):
+def test_the_named_device_is_queried(asked):
     wait_for(SECOND)
     assert device_name(SECOND) == "GPU of cuda:1"
     assert describe_machine(SECOND)["gpu"] == "GPU of cuda:1"

@@ -156,7 +156,7 @@ def test_weights_that_accelerate_moves_keep_their_own_forward():
     assert FastBackbone.for_model(model) is None
 
 
-def test_wrapped_linears_and_another_number_type_are_noticed(random_ids, monkeypatch):
+def test_wrapped_linears_and_another_number_type_are_detected(random_ids, monkeypatch):
     """Both after the first answer: peft puts its layers into the model, and somebody calls model.to."""
     model = randomise(MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](MODELS["llama"]), seed=1)
     decoder = Decoder(model, ())

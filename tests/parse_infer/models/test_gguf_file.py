@@ -241,7 +241,7 @@ def test_without_the_package_the_sentence_names_the_extra(file, cache, monkeypat
     assert 'pip install -c constraints.txt ".[gguf]"' in text and not left_in(cache)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     for name in (tmp_path / "gone.gguf", "gone.gguf", "./a/b/c/gone.gguf", "folder/gone.gguf"):
         assert "There is no file" in refusal(name)
     assert resolve("owner/repository/sub/model.gguf") == "owner/repository/sub/model.gguf"

@@ -127,7 +127,7 @@ def test_a_model_read_to_its_device_has_no_hooks(saved, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])
-def test_a_device_that_is_not_there(saved, device):
+def test_a_missing_device(saved, device):
     with pytest.raises(ValueError, match=f"'{device}'"):
         load_language_model(saved / "draft", role="draft", device=device)
 

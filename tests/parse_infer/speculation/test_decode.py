@@ -127,7 +127,7 @@ def test_known_logits_cost_no_forward(make_model, random_ids):
     assert decoder.forwards == before
 
 
-def test_a_changed_context_is_noticed(make_model, random_ids):
+def test_a_changed_context_is_detected(make_model, random_ids):
     decoder = Decoder(make_model("llama"), ())
     decoder.seek(random_ids(12))
     tokens = speculative_decode(decoder, PromptLookupDrafter(), 5)
@@ -226,7 +226,7 @@ def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, token
     )
 
 
-def test_lookup_guesses_what_followed_the_latest_place():
+def test_lookup_proposes_what_followed_the_latest_match():
     lookup, sampling = PromptLookupDrafter(tokens=3, max_ngram=3, min_ngram=2), Sampling()
     guess = lookup.propose([1, 2, 3, 9, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 10, sampling, None)
     assert (list(guess.tokens), list(guess.parents)) == ([7, 8, 5], [-1, 0, 1])

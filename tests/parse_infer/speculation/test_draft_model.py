@@ -190,7 +190,7 @@ def test_a_token_costs_one_synchronisation_and_no_look_at_the_context(make_model
     assert list(found[1].tokens[:2]) == list(found[0].tokens)
 
 
-def test_an_id_that_only_the_target_embeds_ends_guessing_until_it_is_gone(make_model, tokenizer):
+def test_an_id_that_only_the_target_embeds_stops_proposals_until_it_is_gone(make_model, tokenizer):
     """Padding ids, which differ between the sizes of a family."""
     lm = language_model(make_model("llama", vocab_size=280), tokenizer, "target")
     draft = language_model(make_model("llama"), tokenizer, "draft")

@@ -94,7 +94,7 @@ def test_captured_features_follow_the_context_through_seeks_and_trees(lm, random
     assert capture.pop_hidden() == (5, None)
 
 
-def test_chain_tree_and_block_guess_what_the_head_says_without_a_cache(lm, random_ids):
+def test_chain_tree_and_block_propose_what_the_head_computes_without_a_cache(lm, random_ids):
     """First guess: read off the plain forward. Deeper ones: the head's own output stands for the features."""
     ids = random_ids(15)
     for parallel in (False, True):
@@ -284,7 +284,7 @@ def test_a_missing_map_or_file_is_named(lm, tmp_path: Path):
         EagleHead.from_pretrained(tmp_path, lm)
 
 
-def test_a_resume_starts_guessing_at_once(make_model, tokenizer, random_adapter, tmp_path: Path):
+def test_a_resume_proposes_at_once(make_model, tokenizer, random_adapter, tmp_path: Path):
     """The verification pass leaves the features of the accepted prefix: the head alone costs no forward."""
     model = printable(make_model("llama_gqa"), tokenizer)
     target = language_model(model, tokenizer, "target")
@@ -323,7 +323,7 @@ def test_a_resume_starts_guessing_at_once(make_model, tokenizer, random_adapter,
         ({"attention_bias": True}, "sets attention_bias to True"),
     ],
 )
-def test_what_a_configuration_says_is_understood_or_refused(lm, tmp_path: Path, change, message):
+def test_every_configuration_is_supported_or_rejected(lm, tmp_path: Path, change, message):
     make_head(lm).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "rope_scaling": None, "attention_bias": False}

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused(lm, tmp_path: Path, change, sizes, message
         load_token_drafter(f"{tmp_path}{sizes}", lm)
 
 
-def test_what_a_configuration_says_is_understood_or_refused(lm, tmp_path: Path):
+def test_every_configuration_is_supported_or_rejected(lm, tmp_path: Path):
     make_heads(lm).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"topk": 10, "medusa_fc_bias": False}))

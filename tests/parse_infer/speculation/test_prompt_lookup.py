@@ -23,7 +23,7 @@ def searched(ids: Sequence[int], size: int, max_ngram: int, min_ngram: int) -> l
 
 @pytest.mark.parametrize(("max_ngram", "min_ngram"), [(4, 2), (1, 1), (3, 3), (6, 1)])
 @pytest.mark.parametrize("alphabet", [1, 3, 20])
-def test_guesses_are_those_of_a_whole_search(max_ngram, min_ngram, alphabet):
+def test_proposals_equal_those_of_a_full_search(max_ngram, min_ngram, alphabet):
     """While the context grows by some tokens, is cut back, changes in the middle, or becomes another one."""
     rng, found = Random(7), set()
     for _ in range(15):

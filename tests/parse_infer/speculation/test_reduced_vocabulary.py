@@ -102,7 +102,7 @@ def test_the_draft_models_cache_follows_the_context(target, draft):
     assert sum(count.widths) <= 2 + 1, count.widths  # what is new, then a token of its own
 
 
-def test_padding_of_the_target_and_a_full_window_end_the_guessing(target, draft):
+def test_padding_of_the_target_and_a_full_window_end_proposals(target, draft):
     drafter = DraftModelProposer(draft, target, 4, 0.0)
     assert list(drafter.propose([], 4, Sampling(), None).tokens) == []
     draft.window = 12

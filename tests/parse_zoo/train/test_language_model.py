@@ -339,7 +339,7 @@ def test_a_lora_keeps_most_of_its_energy_in_fewer_bytes(tokenizer_folder, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_lora_goes_on_from_one_of_the_same_kind_only(tokenizer_folder, tmp_path):
+def test_a_lora_continues_only_one_of_the_same_kind(tokenizer_folder, tmp_path):
     base = tmp_path / "base"
     tiny_model(len(AutoTokenizer.from_pretrained(tokenizer_folder))).save_pretrained(base)
     AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(base)
@@ -386,6 +386,6 @@ def test_a_task_with_an_end_begins_again(tokenizer_folder, tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_what_gives_no_rows_is_said(change, message, tokenizer_folder, tmp_path):
+def test_data_without_rows_is_reported(change, message, tokenizer_folder, tmp_path):
     with pytest.raises(ValueError, match=message):
         train_model(config(tokenizer_folder, tmp_path / "run", **change))

@@ -176,7 +176,7 @@ def test_a_set_on_the_hub_without_a_training_split_is_read_whole(monkeypatch: py
     assert [row.where for row in list_rows("some/set")] == ["some/set, split train, row 1"]
 
 
-def test_a_label_weighs_by_how_far_it_is_from_a_guess(
+def test_a_label_weighs_by_its_distance_from_chance(
     tokenizer: PreTrainedTokenizerFast, build_rows: list[dict[str, Any]]
 ) -> None:
     """A set without confidence, as all were once, is certain of its labels."""

@@ -119,7 +119,7 @@ def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
 
 
 @pytest.mark.slow
-def test_labels_that_are_no_better_than_a_guess_teach_nothing(
+def test_labels_no_better_than_chance_teach_nothing(
     training_folder: Path, build_rows: list[dict[str, Any]], tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
     """Training on doubtful labels and on their opposites gives the same adapter; on sure ones it does not."""

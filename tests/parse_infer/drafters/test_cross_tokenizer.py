@@ -1,4 +1,4 @@
-"""Where a draft model with other tokens takes over: no character is doubled, lost or broken."""
+"""Text from a draft model with other tokens: no character is repeated, lost or broken."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reads(make_model, tokenizers) -> Callable[[str], LanguageModel]:
 
 
 @pytest.mark.parametrize(("target", "draft"), permutations(KINDS, 2))
-def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_model_meant(reads, target, draft):
+def test_answer_and_draft_are_the_draft_models_text_after_any_token(reads, target, draft):
     target, draft = reads(target), reads(draft)
     ids = target.tokenizer.encode(TEXT, add_special_tokens=False)
     drafted = 0
@@ -76,7 +76,7 @@ def test_the_answer_and_a_draft_behind_any_token_are_the_text_that_the_draft_mod
     ],
 )
 @pytest.mark.parametrize(("every", "threshold"), [(1, 0.6), (2, 1.0), (3, 0.0), (5, 0.6)])
-def test_handing_back_goes_on_behind_whole_characters(make_model, tokenizers, random_adapter, kinds, every, threshold):
+def test_the_draft_resumes_after_whole_characters(make_model, tokenizers, random_adapter, kinds, every, threshold):
     def model(kind: str) -> LanguageModel:
         own = tokenizers[kind]
         made = make_model(vocab_size=len(own), eos_token_id=own.eos_token_id, hidden_size=64)
