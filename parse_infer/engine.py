@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -427,25 +427,30 @@ class ParseEngine:
         alone: AsyncGenerator[Event, None] | None,
     ) -> AsyncGenerator[Event, None]:
         """Yield `events`, or `alone` while the target has been faster without a draft, and record their cost."""
-        self.running += 1
         request.start()
+        with self.in_flight(), self._choice() if alone is not None else nullcontext() as answer:
+            chosen = events if answer is None or answer.drafted or alone is None else alone
+            async with aclosing(chosen):
+                async for event in chosen:
+                    if isinstance(event, (Accepted, Resumed)) and event.text:
+                        request.note_text()
+                    yield event
+            generation = request.result()
+            # The controller ignores empty drafts (prompt beyond the draft model's window) and failures.
+            drafted = generation.stats.draft_tokens and request.fallback in (None, "unusual_draft")
+            if answer is not None and (drafted or not answer.drafted):
+                seconds, tokens = generation.timings.work_s, len(generation.token_ids)
+                self.controller.note(answer, seconds, tokens, self._load, kept=request.kept)
+        yield Done(generation)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a request in `running` within the block: also one that the servers answer without the engine."""
+        self.running += 1
         try:
-            with self._choice() if alone is not None else nullcontext() as answer:
-                chosen = events if answer is None or answer.drafted or alone is None else alone
-                async with aclosing(chosen):
-                    async for event in chosen:
-                        if isinstance(event, (Accepted, Resumed)) and event.text:
-                            request.note_text()
-                        yield event
-                generation = request.result()
-                # The controller ignores empty drafts (prompt beyond the draft model's window) and failures.
-                drafted = generation.stats.draft_tokens and request.fallback in (None, "unusual_draft")
-                if answer is not None and (drafted or not answer.drafted):
-                    seconds, tokens = generation.timings.work_s, len(generation.token_ids)
-                    self.controller.note(answer, seconds, tokens, self._load, kept=request.kept)
+            yield
         finally:
             self.running -= 1
-        yield Done(generation)
 
     @property
     def _load(self) -> int:

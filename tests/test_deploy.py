@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 
-from parse_infer.backends.launch.launch import CACHED_READS, STREAM_INTERVAL, arguments
+from parse_infer.backends.launch.vllm_process import CACHED_READS, STREAM_INTERVAL, arguments
 from parse_infer.cli.app import app
 from parse_infer.serve.middleware import OPEN
 
@@ -95,7 +95,7 @@ def test_programs_take_their_command_lines(where: str):
     for role, own in options.items():
         words = shlex.join(found[role]).replace("=", " ")
         for option in arguments({"enable_prefix_caching": True, **own}):
-            assert option in words.split(), "what parse_infer.backends.launch.launch starts has other options"
+            assert option in words.split(), "what parse_infer.backends.launch.vllm_process starts has other options"
         assert words.startswith(f"{SERVE[where]} {coordinator[role]} --")
 
 

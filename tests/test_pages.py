@@ -73,7 +73,7 @@ def run(words: list[str], room: Path, number: int) -> int:
         )
         return 0
     if words[:2] == ["parse-infer", "serve"]:
-        with mock.patch("parse_infer.serve.server.Server.run"):  # all but the serving
+        with mock.patch("parse_infer.serve.server.ApiServer.run"):  # all but the serving
             return parse_infer([*words[1:], "--port", "0"])
     if words[0] == "parse-infer":
         out = {"parse-infer calibrate": "calibration", "parse-infer bench": "bench"}.get(start)

@@ -170,7 +170,7 @@ def _categories(results: dict[str, Any]) -> list[str]:
 def _clients(cells: list[dict[str, Any]]) -> list[str]:
     rows = [
         [
-            f"`{cell['way']}`",
+            f"`{cell['mode']}`",
             str(cell["clients"]),
             format_percent(cell["accuracy"]),
             format_number(cell["tokens_per_s"], 0),

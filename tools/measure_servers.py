@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,16 +36,11 @@ def prompts(n: int) -> list[Any]:
     return [problem.prompt for problem in load_task("gsm_symbolic").problems("test", seed=11, limit=n)]
 
 
-def fresh(engine: ParseEngine) -> None:
-    """Change the cache salt, so that no prefix cache of the servers applies."""
-    engine.backend.fields(cache_salt=uuid.uuid4().hex)
-
-
 def cpu(engine: ParseEngine) -> str:
     engine.backend.parallel = 8
     asked = prompts(200)  # before the timing, because generating prompts is slow
     list(engine.collect([engine.events(p) for p in asked[:40]]))
-    fresh(engine)
+    engine.clear_caches()
     start = time.thread_time()
     list(engine.collect([engine.events(p) for p in asked]))
     seconds = time.thread_time() - start
@@ -90,7 +84,7 @@ def useless(engine: ParseEngine, asked: Sequence[Any]) -> str:
     settings = GenerationSettings(96, adaptive=True)
 
     def speed(n: int, alone: bool) -> str:
-        fresh(engine)
+        engine.clear_caches()
         engine.backend.parallel = n
         start = time.perf_counter()
         found = list(engine.collect([engine.events(p, settings, alone=alone) for p in asked[:64]]))

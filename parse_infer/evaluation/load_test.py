@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
@@ -48,7 +49,7 @@ _COLOURS = ("#222222", "#999999", "#7b3294", "#c51b7d", "#1b7837", "#7fbf7b", "#
 class Cell:
     """One turn of one mode with a number of clients. Lists have one entry per answer, in seconds."""
 
-    way: str
+    mode: str
     clients: int
     wall_s: float
     answers: int
@@ -66,7 +67,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        return self.way, self.clients, self.turn
+        return self.mode, self.clients, self.turn
 
 
 def check_server_modes(names: Sequence[str], starts: bool = True) -> None:
@@ -171,7 +172,9 @@ def run_clients(
                     if not together:
                         servers.close()
                         up.clear()
-                    up[str(server)] = servers.enter_context(connect(*server))
+                    up[str(server)] = engine = servers.enter_context(connect(*server))
+                    assert isinstance(engine.backend, ServerBackend)
+                    engine.backend.falls_back = False
                 engine = up[str(server)]
                 on_progress(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))
                 if (mode, n) not in warm:
@@ -218,7 +221,7 @@ def cell_figures(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
     # Answers/s, since answer lengths differ between modes.
     each = [_answers_per_s([cell]) / _answers_per_s([other]) for cell, other in zip(own, alone, strict=False)]
     return {
-        "way": first.way,
+        "mode": first.mode,
         "clients": first.clients,
         "answers": answers,
         "accuracy": None if right is None else right / answers,
@@ -256,8 +259,8 @@ def draw_clients(results: dict[str, Any], path: Path) -> None:
     cells = results["cells"]
     compared = all(cell["speedup"] for cell in cells)
     with plot(path, results, columns=2) as (left, right):
-        for mode, colour in zip(dict.fromkeys(cell["way"] for cell in cells), cycle(_COLOURS), strict=False):
-            own = [cell for cell in cells if cell["way"] == mode]
+        for mode, colour in zip(dict.fromkeys(cell["mode"] for cell in cells), cycle(_COLOURS), strict=False):
+            own = [cell for cell in cells if cell["mode"] == mode]
             at = [cell["clients"] for cell in own]
             speed = [cell["speedup" if compared else "tokens_per_s"] for cell in own]
             left.plot(at, speed, "o-", color=colour, label=_label(mode))
@@ -281,7 +284,6 @@ async def _measure(
     settings: GenerationSettings,
 ) -> Cell:
     engine.clear_caches()  # each cell starts with an empty prefix cache
-    engine.backend.falls_back = False
     settings = settings.override(
         block_tokens=block_tokens_of(mode) or settings.block_tokens, adaptive=is_adaptive(mode)
     )
@@ -308,7 +310,7 @@ async def _measure(
     right = [check(problem, generation.text) for problem, generation in found]
     generations = [generation for _, generation in found]
     return Cell(
-        way=mode,
+        mode=mode,
         clients=clients,
         turn=turn,
         wall_s=wall,
@@ -330,7 +332,7 @@ _SHORT = ["mode", "clients", "right, %", "answers/s, to target", "tokens/s", "an
 
 def _row(cell: dict[str, Any]) -> list[str]:
     return [
-        _label(cell["way"]),
+        _label(cell["mode"]),
         str(cell["clients"]),
         format_percent(cell["accuracy"], cell["accuracy_ci"]),
         format_times(cell["speedup"], cell["speedup_range"]),

@@ -1,4 +1,4 @@
-"""Admission queue of a backend: capacity, time limit and shutdown."""
+"""Admission queue of a runner: capacity, time limit and shutdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AdmissionQueue:
     """Counts the accepted, unfinished answers.
 
     Args:
-        parallel: number of answers that the backend writes concurrently.
+        parallel: number of answers that the runner writes concurrently.
     """
 
     def __init__(self, limits: Limits, parallel: int) -> None:
@@ -82,7 +82,7 @@ class AdmissionQueue:
             self.answers -= answers
 
     def note(self, seconds: float) -> None:
-        """Record the backend's time for one answer."""
+        """Record the time of one answer."""
         self._seconds.append(seconds)
 
     def retry_after(self, answers: int = 1) -> int:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from parse_infer.calibration.schema import resolve_risk
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue, Limits
+from parse_infer.serve.audit import Audit, RiskSettings
 from parse_infer.serve.errors import ApiError, ErrorBody
 from parse_infer.serve.handlers import RequestHandler
 from parse_infer.serve.metrics import Metrics
@@ -28,7 +29,6 @@ from parse_infer.serve.protocol.tokens import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Runner
 from parse_infer.settings.sampling import Sampling
 
@@ -47,17 +47,17 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
 
 
 def create_app(
-    backend: Runner,
+    runner: Runner,
     limits: Limits | None = None,
     api_key: str | None = None,
     model: str | None = None,
-    promises: RiskMonitor | None = None,
+    risk_settings: RiskSettings | None = None,
     traces: Traces | None = None,
     adaptive: bool = False,
     strict: bool = False,
     generation_config: bool = True,
 ) -> FastAPI:
-    """Build the OpenAI-compatible API, metrics and demo page of one backend.
+    """Build the OpenAI-compatible API, metrics and demo page of one runner.
 
     Args:
         api_key: API key that clients must send; None: no key.
@@ -69,25 +69,25 @@ def create_app(
     Raises:
         ValueError: the calibration does not prove the risk, or an audit has no calibration.
 
-    `app.state.line` is the admission queue, `app.state.metrics` the metrics.
+    `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
     limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
-    queue = AdmissionQueue(limits, backend.parallel)
-    promises = promises or RiskMonitor()
-    if promises.risk is not None:
-        resolve_risk(promises.expected, backend.calibration)
-    audit = Audit(backend, metrics, promises, limits.request_s) if promises.audit else None
-    if promises.risk is not None or audit is not None:
-        backend.check_calibration()
+    queue = AdmissionQueue(limits, runner.parallel)
+    risk_settings = risk_settings or RiskSettings()
+    if risk_settings.risk is not None:
+        resolve_risk(risk_settings.expected, runner.calibration)
+    audit = Audit(runner, metrics, risk_settings, limits.request_s) if risk_settings.audit else None
+    if risk_settings.risk is not None or audit is not None:
+        runner.check_calibration()
     handler = RequestHandler(
-        backend,
+        runner,
         queue,
         metrics,
-        model or backend.name,
-        promises.risk,
+        model or runner.name,
+        risk_settings.risk,
         adaptive,
         strict,
-        backend.default_sampling if generation_config else Sampling(),
+        runner.default_sampling if generation_config else Sampling(),
         audit,
         *(() if traces is None else (traces.note,)),
     )
@@ -99,20 +99,20 @@ def create_app(
         redirect_slashes=False,
         responses=_ERRORS,
     )
-    app.state.line, app.state.metrics = queue, metrics
+    app.state.queue, app.state.metrics = queue, metrics
     app.add_middleware(RequestMiddleware, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
-    metrics.watch("parse_answers_running", "Answers in progress.", lambda: backend.running)
-    metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - backend.running))
-    metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: backend.parallel)
-    metrics.watch_upstream(lambda: backend.upstream)
-    for name, (text, value) in backend.gauges.items():
+    metrics.watch("parse_answers_running", "Answers in progress.", lambda: runner.running)
+    metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - runner.running))
+    metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: runner.parallel)
+    metrics.watch_upstream(lambda: runner.upstream)
+    for name, (text, value) in runner.gauges.items():
         metrics.watch(name, text, value)
     metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)
 
-    if backend.relays:
+    if runner.relays:
         app.router.route_class = passing_route(handler.relay)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
@@ -126,8 +126,8 @@ def create_app(
     card = ModelCard(
         id=handler.model,
         created=started,
-        max_model_len=backend.window,
-        parse={"threshold": backend.threshold, "risk": promises.risk},
+        max_model_len=runner.window,
+        parse={"threshold": runner.threshold, "risk": risk_settings.risk},
     )
 
     @app.get("/v1/models")
@@ -149,7 +149,7 @@ def create_app(
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        return backend.tokenizer_info()
+        return runner.tokenizer_info()
 
     @app.get("/health")
     async def health() -> dict[str, str]:

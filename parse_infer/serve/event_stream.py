@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from parse_infer.request.events import Done, Event
 from parse_infer.serve.admission import AdmissionQueue
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import InvalidRequest, Job, Runner, TokenPrompt
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.prompts import Prompt
@@ -39,13 +39,13 @@ class RequestedAnswers:
     def __len__(self) -> int:
         return len(self.prompts) * len(self.settings)
 
-    async def jobs(self, backend: Runner) -> list[tuple[Job, int]]:
+    async def jobs(self, runner: Runner) -> list[tuple[Job, int]]:
         """Render each prompt once; return the jobs with their numbers of prompt tokens. Raises ApiError."""
         found = []
         for prompt in self.prompts:
             try:
-                backend.check_length("draft text", len(self.draft_text or ""))
-                rendered, ids = await backend.render(prompt, drafted=not self.alone and self.draft_text is None)
+                runner.check_length("draft text", len(self.draft_text or ""))
+                rendered, ids = await runner.render(prompt, drafted=not self.alone and self.draft_text is None)
             except InvalidRequest as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
@@ -58,30 +58,30 @@ class RequestedAnswers:
 
 
 async def answers(
-    backend: Runner, queue: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
+    runner: Runner, queue: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
 ) -> AsyncGenerator[Told, None]:
     """Admit a request and yield all its events.
 
-    Raises ApiError if the queue or the backend rejects the request, or if the backend fails.
+    Raises ApiError if the queue or the runner rejects the request, or if the runner fails.
     """
     asked_at = time.perf_counter()
     async with queue.place(len(requested)):
         with api_errors():
-            jobs = await requested.jobs(backend)
+            jobs = await requested.jobs(runner)
         metrics.prompt_tokens.inc(sum(tokens for _, tokens in jobs[:: len(requested.settings)]))
         choices = [ChoiceState(i, job, prompt_tokens, asked_at) for i, (job, prompt_tokens) in enumerate(jobs)]
-        streams = [_answered(backend, queue, metrics, choice, audit) for choice in choices]
-        side_by_side = backend.parallel > 1 and len(streams) > 1
+        streams = [_answered(runner, queue, metrics, choice, audit) for choice in choices]
+        side_by_side = runner.parallel > 1 and len(streams) > 1
         async with aclosing(_merged(streams) if side_by_side else _chained(streams)) as events:
             async for event in events:
                 yield event
 
 
 async def _answered(
-    backend: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
+    runner: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
 ) -> AsyncGenerator[Told, None]:
     with api_errors(choice.index), metrics.meter(choice) as meter:
-        async with aclosing(backend.stream(choice.job)) as moments:
+        async with aclosing(runner.stream(choice.job)) as moments:
             async for moment in moments:
                 text = choice.take(moment)
                 meter.see(moment, text)
@@ -131,7 +131,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerat
 
 @contextmanager
 def api_errors(index: int = 0) -> Iterator[None]:
-    """Turn rejections and failures of the backend into ApiError; the log names the answer's index."""
+    """Turn rejections and failures of the runner into ApiError; the log names the answer's index."""
     try:
         yield
     except InvalidRequest as error:

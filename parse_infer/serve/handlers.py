@@ -11,6 +11,7 @@ from starlette.types import Send
 
 from parse_infer.calibration.schema import promised
 from parse_infer.serve.admission import AdmissionQueue
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
@@ -20,7 +21,6 @@ from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
 from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, write_whole
-from parse_infer.serve.risk_monitor import Audit
 from parse_infer.serve.runner import Runner, size_of
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
@@ -33,7 +33,7 @@ class RequestHandler:
     """Turns requests into jobs and events into responses.
 
     Args:
-        model: served name of the backend's target.
+        model: served name of the target.
         risk: default risk of requests that the calibration covers.
         adaptive: default of `GenerationSettings.adaptive`.
         strict: reject unknown fields instead of warning.
@@ -43,7 +43,7 @@ class RequestHandler:
 
     def __init__(
         self,
-        backend: Runner,
+        runner: Runner,
         queue: AdmissionQueue,
         metrics: Metrics,
         model: str,
@@ -54,7 +54,7 @@ class RequestHandler:
         audit: Audit | None = None,
         note: Callable[[Mapping[str, Any]], None] = lambda fields: None,
     ) -> None:
-        self.backend = backend
+        self.runner = runner
         self.queue = queue
         self.metrics = metrics
         self.model = model
@@ -73,7 +73,7 @@ class RequestHandler:
     def warnings(self, body: Body) -> list[str]:
         """Warnings about ignored fields. Raises ApiError for them if the server is strict."""
         switches = getattr(body, "chat_template_kwargs", None) or {}
-        unread = (f"chat_template_kwargs.{name}" for name in switches if not self.backend.reads_option(name))
+        unread = (f"chat_template_kwargs.{name}" for name in switches if not self.runner.reads_option(name))
         unknown = [name[:60] for name in islice(chain(body.unknown(), unread), MOST_UNKNOWN)]
         if unknown and self._strict:
             raise unknown_field(ascii(unknown[0])[1:-1], type(body).model_fields)
@@ -88,7 +88,7 @@ class RequestHandler:
             warnings.append(f"no risk promise covers this answer: {unpromised}")
         requested = RequestedAnswers(body.prompts, settings, body.draft_text, body.alone, watched=bool(body.stream))
         writer = AnswerWriter(shape, body, self.model, warnings, unpromised, self._note)
-        events = answers(self.backend, self.queue, self.metrics, requested, self._audit)
+        events = answers(self.runner, self.queue, self.metrics, requested, self._audit)
         return CancellableResponse(
             lambda send: writer.stream(events, send) if body.stream else writer.whole(events, send)
         )
@@ -101,11 +101,11 @@ class RequestHandler:
 
         async def answer() -> TokenizeAnswer:
             if body.chat is not None:
-                _, ids = await self.backend.render(body.chat)
+                _, ids = await self.runner.render(body.chat)
             else:
-                ids = await self.backend.encode(body.prompt or "", body.add_special_tokens is not False)
-            texts = await self.backend.token_texts(ids) if body.return_token_strs else None
-            return TokenizeAnswer(count=len(ids), max_model_len=self.backend.window, tokens=ids, token_strs=texts)
+                ids = await self.runner.encode(body.prompt or "", body.add_special_tokens is not False)
+            texts = await self.runner.token_texts(ids) if body.return_token_strs else None
+            return TokenizeAnswer(count=len(ids), max_model_len=self.runner.window, tokens=ids, token_strs=texts)
 
         return self._seated(body, answer)
 
@@ -113,7 +113,7 @@ class RequestHandler:
         """The response to `/detokenize`, as for `tokenize`."""
 
         async def answer() -> DetokenizeAnswer:
-            return DetokenizeAnswer(prompt=await self.backend.decode(body.tokens))
+            return DetokenizeAnswer(prompt=await self.runner.decode(body.tokens))
 
         return self._seated(body, answer, "tokens")
 
@@ -138,7 +138,7 @@ class RequestHandler:
         """Pass a request through to the target's server, without a draft."""
         self.check_model(request.fields.get("model"))
         return CancellableResponse(
-            lambda send: pass_through(self.backend, self.queue, self.metrics, request, self._note, send)
+            lambda send: pass_through(self.runner, self.queue, self.metrics, request, self._note, send)
         )
 
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
@@ -151,6 +151,6 @@ class RequestHandler:
             return settings, None if self._risk is None else reason
         if not body.says_adaptive:
             settings = [each.override(adaptive=self._adaptive) for each in settings]
-        changed = changed_option(body.prompts[0], self.backend.template_options)
-        found = [promised(each, self._risk, self.backend.calibration, changed) for each in settings]
+        changed = changed_option(body.prompts[0], self.runner.template_options)
+        found = [promised(each, self._risk, self.runner.calibration, changed) for each in settings]
         return [each for each, _ in found], found[0][1]

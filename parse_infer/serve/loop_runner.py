@@ -1,4 +1,4 @@
-"""Runner over vLLM servers: concurrent jobs on the API server's event loop."""
+"""Runner over servers: concurrent jobs on the API server's event loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from parse_infer.backends.pool import client
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Failing, Unavailable
+from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.errors import ApiError
@@ -27,19 +28,22 @@ _INVALID = (400, 413, 422)  # a rejection is the client's mistake; others concer
 
 
 class LoopRunner(Runner):
-    """Has exclusive use of one `ParseEngine` over vLLM servers."""
+    """Has exclusive use of one `ParseEngine` over servers. Raises TypeError for an engine with another backend."""
 
     relays = True
 
     def __init__(self, engine: ParseEngine) -> None:
+        if not isinstance(engine.backend, ServerBackend):
+            raise TypeError(f"the engine has a {type(engine.backend).__name__}: give one over servers")
         super().__init__(engine.target, engine.draft)
-        self.parallel = engine.backend.parallel
+        self._backend = engine.backend
+        self.parallel = self._backend.parallel
         self.threshold = engine.threshold
         self.calibration = engine.calibration
         self._engine = engine
         self._audits = 0
-        self._room = asyncio.Semaphore(engine.backend.parallel)
-        target = engine.backend.servers["target"]
+        self._slots = asyncio.Semaphore(self.parallel)
+        target = self._backend.servers["target"]
         target.patience_s = min(target.patience_s, PATIENCE_S)
 
     @property
@@ -49,7 +53,7 @@ class LoopRunner(Runner):
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
         found: dict[str, tuple[str, Callable[[], float]]] = {}
-        for role, servers in self._engine.backend.servers.items():
+        for role, servers in self._backend.servers.items():
             found[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
         return found
 
@@ -57,7 +61,7 @@ class LoopRunner(Runner):
     def upstream(self) -> Mapping[tuple[str, str, str], int]:
         return {
             (role, _without_credentials(url), outcome): n
-            for role, servers in self._engine.backend.servers.items()
+            for role, servers in self._backend.servers.items()
             for (url, outcome), n in servers.outcomes.items()
         }
 
@@ -73,7 +77,7 @@ class LoopRunner(Runner):
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         with _server_errors():
-            async with self._room, aclosing(events):
+            async with self._slots, aclosing(events):
                 self._audits += job.audit
                 try:
                     async for event in events:
@@ -85,13 +89,10 @@ class LoopRunner(Runner):
         self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
-            async with self._room, aclosing(self._engine.backend.relay(path, body, fields, whole)) as pieces:
-                self._engine.running += 1
-                try:
+            async with self._slots, aclosing(self._backend.relay(path, body, fields, whole)) as pieces:
+                with self._engine.in_flight():
                     async for piece in pieces:
                         yield piece
-                finally:
-                    self._engine.running -= 1
 
     def close(self) -> None:
         """Close the engine and stop the servers that it started."""

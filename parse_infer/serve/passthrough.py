@@ -76,7 +76,7 @@ def passing_route(relay: Callable[[PassedRequest], Response]) -> type[APIRoute]:
 
 
 async def pass_through(
-    backend: Runner,
+    runner: Runner,
     queue: AdmissionQueue,
     metrics: Metrics,
     request: PassedRequest,
@@ -91,7 +91,7 @@ async def pass_through(
     try:
         async with queue.place(request.answers):
             with api_errors():
-                pieces = backend.relay(request.path, request.body, request.fields, whole=not request.streams)
+                pieces = runner.relay(request.path, request.body, request.fields, whole=not request.streams)
                 await response.write(pieces)
             metrics.relayed.inc(request.answers)
             fields = {

@@ -57,7 +57,7 @@ class Moment:
 
 
 class InvalidRequest(ParseError):
-    """The backend cannot answer the request; the message says why."""
+    """The engine cannot answer the request; the message says why."""
 
 
 class Runner(ABC):
@@ -113,7 +113,7 @@ class Runner(ABC):
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
-        """Extra metrics of this backend: name to description and value."""
+        """Extra metrics of this runner: name to description and value."""
         return {}
 
     @property
@@ -177,7 +177,7 @@ class Runner(ABC):
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to the target's server, if the runner `relays`.
 
-        See `VLLMBackend.relay`. Raises ApiError, also in the middle of a response.
+        See `ServerBackend.relay`. Raises ApiError, also in the middle of a response.
         """
         raise NotImplementedError("this runner has no server")
 

@@ -80,7 +80,7 @@ def _is_stuck(connection: Any) -> bool:
     return connection.timeout_keep_alive_task is None if cycle.response_complete else bool(cycle.more_body)
 
 
-class Server(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period."""
 
     def __init__(self, app: FastAPI, limits: Limits) -> None:
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
         )
-        self._line = app.state.line
+        self._queue = app.state.queue
         self._limits = limits
 
     @contextmanager
@@ -113,9 +113,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._line.close()
+        self._queue.close()
         self._watching.cancel()
-        end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._line.abort)
+        end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._queue.abort)
         try:
             await super().shutdown(sockets)
         finally:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from threading import Thread
 
+from parse_infer.backends.local.backend import LocalBackend
 from parse_infer.engine import ParseEngine
 from parse_infer.request.events import Done, Event, Interrupted
 from parse_infer.serve.runner import InvalidRequest, Job, Moment, Runner
@@ -35,6 +36,9 @@ class ThreadRunner(Runner):
         loaded: Future[ParseEngine] = Future()
         Thread(target=self._work, args=(engine, loaded), name="parse-engine", daemon=True).start()
         self._engine = loaded.result()
+        if not isinstance(self._engine.backend, LocalBackend):
+            raise TypeError(f"the engine has a {type(self._engine.backend).__name__}: give one with local models")
+        self._backend = self._engine.backend
         super().__init__(self._engine.target, self._engine.draft)
         self.threshold = self._engine.threshold
         self.calibration = self._engine.calibration
@@ -89,7 +93,7 @@ class ThreadRunner(Runner):
                 continue
             self._running = 0 if run.job.audit else 1
             try:
-                with self._engine.backend.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
+                with self._backend.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
                     for event in self._events(run.job):
                         run.post(Moment(event, time.perf_counter()), now=run.job.watched)
                 run.post()

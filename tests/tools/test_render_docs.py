@@ -146,7 +146,7 @@ def test_a_sweep_has_a_table(root):
 
 
 def test_clients_have_a_table(root):
-    cell = {"way": "parse", "clients": 8, "accuracy": 0.875, "tokens_per_s": 147.3, "speedup": 1.873}
+    cell = {"mode": "parse", "clients": 8, "accuracy": 0.875, "tokens_per_s": 147.3, "speedup": 1.873}
     cell |= {"first_p50_s": 5.84, "p50_s": 5.85, "p99_s": 33.91}
     about = {"n_problems": 32, "task": "sums", "coordinator": {"cpu": "Some CPU", "cores": 2}}
     about |= {"command": "parse-infer bench --backend vllm", "date": "2026-01-02T03:04:05+00:00"}

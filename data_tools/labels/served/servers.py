@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Unavailable
@@ -228,7 +228,7 @@ class CompletionServers:
 
         return asyncio.run(closing())
 
-    async def _examine(self, request: CompletionRequest, server: Server) -> None:
+    async def _examine(self, request: CompletionRequest, server: Replica) -> None:
         """Raise ValueError if the server does not continue the prompt of the request."""
         text = "" if isinstance(request.prompt, str) else "; if the server does not take token ids, set wire to text"
         try:

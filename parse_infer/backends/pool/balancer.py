@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from parse_infer.backends.pool.health import HealthChecks, Server
+from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.retries import FailedAttempts, Failing, Lease, Unavailable
 
 _PULSE_S = 0.5
@@ -23,22 +23,22 @@ class Balancer:
     def __init__(
         self,
         role: str,
-        members: Sequence[Server],
+        members: Sequence[Replica],
         health: HealthChecks,
         failure: Callable[[], str | None],
         clock: Callable[[], float],
-        choose: Callable[[Sequence[Server]], Server],
+        choose: Callable[[Sequence[Replica]], Replica],
     ) -> None:
         self._role, self._members, self._health, self._failure = role, members, health, failure
         self._clock, self._choose = clock, choose
 
-    def first(self, home: int | None) -> Server:
+    def first(self, home: int | None) -> Replica:
         """Return a replica for a new answer: the one with index `home`, modulo their number; None: any."""
         if home is not None:
             return self._members[home % len(self._members)]
         return self._least_busy(self._usable() or self._members)
 
-    async def next(self, lease: Lease | None, tried: FailedAttempts, patience_s: float) -> Server:
+    async def next(self, lease: Lease | None, tried: FailedAttempts, patience_s: float) -> Replica:
         """Return the replica of the next attempt, one that failed least often.
 
         Raises Unavailable if no replica takes requests within `patience_s`, or at once for an optional request.
@@ -60,7 +60,7 @@ class Balancer:
             lease.move(self._least_busy(able))
         return lease.server
 
-    def _usable(self, tried: FailedAttempts | None = None) -> list[Server]:
+    def _usable(self, tried: FailedAttempts | None = None) -> list[Replica]:
         """Healthy replicas whose circuits admit a request; without any, those whose circuits are open.
 
         An optional request uses no open circuit, and no replica twice.
@@ -71,7 +71,7 @@ class Balancer:
             return [server for server in admitted if server not in tried.failed]
         return admitted or [server for server in healthy if not server.circuit.rest_s]
 
-    def _least_busy(self, servers: Sequence[Server]) -> Server:
+    def _least_busy(self, servers: Sequence[Replica]) -> Replica:
         """Return one of the least busy servers: always the first would send all traffic to one that fails fast."""
         busy = min(server.busy for server in servers)
         return self._choose([server for server in servers if server.busy == busy])

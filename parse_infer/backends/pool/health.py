@@ -21,7 +21,7 @@ EXAMINE_LIMIT_S = 60.0  # timeout of an examination; a server's first log-probab
 CHECKS_MISSED = 3  # consecutive timeouts that mark a server unhealthy: a busy server may be slow
 
 
-class Server:
+class Replica:
     """One server.
 
     Attributes:
@@ -53,7 +53,7 @@ class Server:
 
 
 class HealthChecks:
-    """Updates `Server.healthy`, in the event loop that runs the requests.
+    """Updates `Replica.healthy`, in the event loop that runs the requests.
 
     Args:
         role: "target" or "draft", for messages.
@@ -64,15 +64,15 @@ class HealthChecks:
     def __init__(
         self,
         role: str,
-        members: Sequence[Server],
+        members: Sequence[Replica],
         client: Client,
-        identify: Callable[[Server], Awaitable[None]],
-        examine: Callable[[Server], Awaitable[None]],
+        identify: Callable[[Replica], Awaitable[None]],
+        examine: Callable[[Replica], Awaitable[None]],
     ) -> None:
         self._role, self._members, self._client = role, members, client
         self._identify, self._examine = identify, examine
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching: dict[Server, asyncio.Task[None]] = {}
+        self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._back = asyncio.Event()
 
     def start(self) -> None:
@@ -96,11 +96,11 @@ class HealthChecks:
                     server.check.cancel()
         self._loop = None
 
-    async def check(self, server: Server) -> None:
+    async def check(self, server: Replica) -> None:
         """Check a server now. Concurrent calls share one check."""
         await asyncio.shield(self.start_check(server))
 
-    def start_check(self, server: Server) -> asyncio.Task[None]:
+    def start_check(self, server: Replica) -> asyncio.Task[None]:
         """Check a server soon, without waiting for the result."""
         if server.check is None or server.check.done():
             server.check = asyncio.get_running_loop().create_task(self._check(server))
@@ -112,7 +112,7 @@ class HealthChecks:
             async with asyncio.timeout(seconds):
                 await self._back.wait()
 
-    def mark_unhealthy(self, server: Server, last_error: str) -> None:
+    def mark_unhealthy(self, server: Replica, last_error: str) -> None:
         """Mark a server unhealthy, and end the waits of its requests."""
         server.last_error, server.examined = last_error, False
         if server.healthy:
@@ -123,16 +123,16 @@ class HealthChecks:
         while server.waits:
             server.waits.pop().reschedule(asyncio.get_running_loop().time())
 
-    def _stop_watching(self, server: Server) -> None:
+    def _stop_watching(self, server: Replica) -> None:
         with suppress(RuntimeError):  # its event loop has ended
             self._watching.pop(server).cancel()
 
-    async def _watch(self, server: Server) -> None:
+    async def _watch(self, server: Replica) -> None:
         while True:
             await asyncio.sleep(CHECK_EVERY_S if server.healthy else RETRY_EVERY_S)
             await self.check(server)
 
-    async def _check(self, server: Server) -> None:
+    async def _check(self, server: Replica) -> None:
         try:
             async with asyncio.timeout(CHECK_LIMIT_S):
                 await self._identify(server)
@@ -159,7 +159,7 @@ class HealthChecks:
             self._back.clear()
 
 
-async def examine_within_limit(server: Server, examine: Callable[[Server], Awaitable[None]]) -> None:
+async def examine_within_limit(server: Replica, examine: Callable[[Replica], Awaitable[None]]) -> None:
     """Examine a server. Raises the errors of `examine`, and TransientServerError after `EXAMINE_LIMIT_S`."""
     try:
         async with asyncio.timeout(EXAMINE_LIMIT_S):

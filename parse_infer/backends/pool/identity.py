@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import Server, examine_within_limit
+from parse_infer.backends.pool.health import Replica, examine_within_limit
 from parse_infer.backends.pool.retries import Unavailable
 from parse_infer.backends.servers.dialects.dialect import Dialect
 from parse_infer.backends.servers.dialects.registry import DEFAULT, identify
@@ -52,14 +52,14 @@ class Identity:
         self._client = client
         self._url_key, self._name_key = url_key or f"{role}_url", name_key
 
-    async def handshake(self, members: Sequence[Server], examine: Callable[[Server], Awaitable[None]]) -> None:
+    async def handshake(self, members: Sequence[Replica], examine: Callable[[Replica], Awaitable[None]]) -> None:
         """Identify and examine each server; mark those that do not answer unhealthy.
 
         Raises:
             Unavailable: no server answers.
             ValueError: the servers serve different models, or a wrong model.
         """
-        cards: dict[Server, Card] = {}
+        cards: dict[Replica, Card] = {}
         for server in members:
             try:
                 cards[server] = await self._card(server)
@@ -85,11 +85,11 @@ class Identity:
             if not server.healthy:
                 log.warning(self._hint(server))
 
-    async def check(self, server: Server) -> None:
+    async def check(self, server: Replica) -> None:
         """Raise ValueError if a server serves a wrong model, TransientServerError if it does not answer."""
         self._compare(server, await self._card(server))
 
-    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase, server: Server) -> None:
+    async def check_tokens(self, name: str, tokenizer: PreTrainedTokenizerBase, server: Replica) -> None:
         """Raise ValueError if the server's `/tokenize` disagrees with the tokenizer of the model `name`."""
         body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
         try:
@@ -102,7 +102,7 @@ class Identity:
                 "server with that model"
             )
 
-    async def _card(self, server: Server) -> Card:
+    async def _card(self, server: Replica) -> Card:
         try:
             listed = (await self._client.get(f"{server.url}/v1/models"))["data"]
             if self._given:  # first
@@ -122,7 +122,7 @@ class Identity:
                 f"the {self.role} server {server.url} is not OpenAI-compatible{reason}: correct {self._url_key}"
             ) from error
 
-    def _compare(self, server: Server, card: Card) -> None:
+    def _compare(self, server: Replica, card: Card) -> None:
         """Raise ValueError unless the server serves the right model."""
         if card.names[0] != self.model:
             message = f"the {self.role} server {server.url} serves {card.names[0]!r} and not {self.model!r}"
@@ -142,8 +142,8 @@ class Identity:
             )
         server.root, server.dialect = card.root, card.dialect
 
-    def _away(self, server: Server, error: TransientServerError) -> None:
+    def _away(self, server: Replica, error: TransientServerError) -> None:
         server.healthy, server.examined, server.last_error = False, False, str(error)
 
-    def _hint(self, server: Server) -> str:
+    def _hint(self, server: Replica) -> str:
         return f"the {self.role} server {server.last_error}: start it, or correct {self._url_key}"

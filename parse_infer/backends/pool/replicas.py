@@ -19,7 +19,7 @@ from typing import Any
 from parse_infer.backends.pool.balancer import Balancer
 from parse_infer.backends.pool.circuit import FAILURES, Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import HealthChecks, Server
+from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease
@@ -34,7 +34,7 @@ BACK_OFF_S = 0.05
 _INVALID = (400, 413, 422)  # rejections that concern the request; others concern the server or its key
 
 
-async def _nothing_to_examine(server: Server) -> None:
+async def _nothing_to_examine(server: Replica) -> None:
     pass
 
 
@@ -72,17 +72,17 @@ class ReplicaPool:
         attempts: int = ATTEMPTS,
         back_off_s: float = BACK_OFF_S,
         clock: Callable[[], float] = time.monotonic,
-        choose: Callable[[Sequence[Server]], Server] = random.choice,
+        choose: Callable[[Sequence[Replica]], Replica] = random.choice,
     ) -> None:
         if not urls:
             raise ServerError(f"the {role} needs the address of a server")
         self.role = role
-        self.members = [Server(url, Circuit(clock)) for url in urls]
+        self.members = [Replica(url, Circuit(clock)) for url in urls]
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.identity = identity or Identity(role, client)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
-        self.examine: Callable[[Server], Awaitable[None]] = _nothing_to_examine
+        self.examine: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._attempts, self._back_off_s = attempts, back_off_s
         self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
@@ -140,7 +140,7 @@ class ReplicaPool:
 
         return await self._with_retries(request, lease, path)
 
-    async def ask_one(self, server: Server, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
+    async def ask_one(self, server: Replica, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
         """Send the request once to this replica, healthy or not. Raises TransientServerError or RequestRejected."""
         return await self._client.post(f"{server.url}{path}", self._with_common_fields(body))
 
@@ -235,7 +235,7 @@ class ReplicaPool:
         self._health.close()
         await self._client.close()
 
-    async def _examine(self, server: Server) -> None:
+    async def _examine(self, server: Replica) -> None:
         await self.examine(server)  # looks the attribute up at each call
 
     def _with_common_fields(self, body: dict[str, Any], lease: Lease | None = None) -> dict[str, Any]:
@@ -262,12 +262,12 @@ class ReplicaPool:
         optional = lease is not None and lease.optional
         return FailedAttempts(len(self.members) if optional else self._attempts, self._back_off_s, optional)
 
-    async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Server:
+    async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Replica:
         self._health.start()
         return await self._balancer.next(lease, tried, self.patience_s)
 
     @asynccontextmanager
-    async def _attempt(self, server: Server, tried: FailedAttempts) -> AsyncIterator[Attempt]:
+    async def _attempt(self, server: Replica, tried: FailedAttempts) -> AsyncIterator[Attempt]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
         attempt = Attempt(server, tried.optional)
@@ -295,7 +295,7 @@ class ReplicaPool:
             server.busy -= 1
             self._end(attempt, "ok" if attempt.answered else "cancelled")
 
-    async def _check(self, server: Server, tried: FailedAttempts) -> None:
+    async def _check(self, server: Replica, tried: FailedAttempts) -> None:
         """Check a server's health; an optional request does not wait for the result."""
         check = self._health.start_check(server)
         if not tried.optional:
@@ -321,7 +321,7 @@ class ReplicaPool:
             )
 
     @asynccontextmanager
-    async def _waiting(self, server: Server) -> AsyncIterator[None]:
+    async def _waiting(self, server: Replica) -> AsyncIterator[None]:
         """Wait for the server within the block; raise TransientServerError once a health check marks it unhealthy."""
         try:
             async with asyncio.timeout(None) as wait:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parse_infer.backends.pool.circuit import Begun
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 
 TRIAL_SILENCE_S = 2.0
 _LONGEST_BACK_OFF_S = 30.0
@@ -33,13 +33,13 @@ class Lease:
         cache_salt: of the answer's own prefix cache; None: it shares the server's.
     """
 
-    def __init__(self, server: Server, optional: bool = False) -> None:
+    def __init__(self, server: Replica, optional: bool = False) -> None:
         self.server = server
         self.optional = optional
         self.cache_salt: str | None = None
         server.busy += 1
 
-    def move(self, server: Server) -> None:
+    def move(self, server: Replica) -> None:
         self.server.busy -= 1
         self.server = server
         server.busy += 1
@@ -55,7 +55,7 @@ class Attempt:
         ended: its outcome is counted.
     """
 
-    def __init__(self, server: Server, optional: bool) -> None:
+    def __init__(self, server: Replica, optional: bool) -> None:
         self.server, self.optional = server, optional
         self.begun = server.circuit.begin()
         self.answered = self.ended = False
@@ -79,7 +79,7 @@ class FailedAttempts:
     def __init__(self, attempts: int, back_off_s: float = 0.0, optional: bool = False) -> None:
         self.attempts, self.optional = attempts, optional
         self._back_off_s = back_off_s
-        self.failed: list[Server] = []
+        self.failed: list[Replica] = []
         self.last_error = ""
         self._timed_out = False
 
@@ -91,7 +91,7 @@ class FailedAttempts:
         """Seconds to wait after a replica has failed `times` times."""
         return min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S)
 
-    def record(self, server: Server, last_error: str, timed_out: bool = False) -> None:
+    def record(self, server: Replica, last_error: str, timed_out: bool = False) -> None:
         self.failed.append(server)
         self.last_error = server.last_error = last_error
         if timed_out:

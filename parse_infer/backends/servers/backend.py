@@ -18,11 +18,11 @@ import torch
 
 from parse_infer.backends.launch.supervisor import Supervisor
 from parse_infer.backends.pool.client import RequestRejected
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.servers.connect import Urls, check_servable, find_parts
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import MAX_READ_TOKENS, LogprobScores
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair
 from parse_infer.backends.servers.target import Scores, Target
@@ -69,7 +69,7 @@ def connect_backend(
     max_read_tokens: int = MAX_READ_TOKENS,
     expected: GenerationSettings | None = None,
     on_progress: Callable[[str], None] = lambda line: None,
-) -> VLLMBackend:
+) -> ServerBackend:
     """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
 
     Args:
@@ -116,7 +116,7 @@ def connect_backend(
         expected=expected,
         on_progress=on_progress,
     )
-    backend = VLLMBackend(
+    backend = ServerBackend(
         parts.target,
         parts.draft,
         threshold=parts.threshold,
@@ -136,7 +136,7 @@ def connect_backend(
     return backend
 
 
-class VLLMBackend:
+class ServerBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
     Answers equal those of a `LocalBackend` up to the servers' rounding; with the zero-shot judge, one with
@@ -161,7 +161,7 @@ class VLLMBackend:
     def __init__(
         self,
         target: Target,
-        draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None,
+        draft: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None,
         *,
         threshold: float | None = None,
         parallel: int = PARALLEL,
@@ -196,7 +196,7 @@ class VLLMBackend:
                 self._models[servers.role] = servers.model
         await self.aclose()  # requests may use another event loop
 
-    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec | None, server: Server) -> None:
+    async def _examine(self, servers: ReplicaPool, language: TokenizerSpec | None, server: Replica) -> None:
         """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge or draft."""
         if servers is not self._target.servers:
             found = await find_text_api(servers, server, language)
@@ -393,15 +393,12 @@ class VLLMBackend:
         return nullcontext()
 
     def clear_caches(self) -> None:
-        """Make new requests miss the servers' prefix caches."""
-        self.fields(**{**self._target.servers.fields, "cache_salt": uuid.uuid4().hex})
-
-    def fields(self, **fields: Any) -> None:
-        """Add fields to all later requests to the servers, such as vLLM's `cache_salt` or `priority`; not to servers
-        that draft as text, which may refuse them."""
+        """Make new requests miss the servers' prefix caches. Servers that draft as text keep theirs: they may refuse
+        vLLM's `cache_salt`."""
+        salt = uuid.uuid4().hex
         for servers, _ in self._known():
             if servers is self._target.servers or self._text_api is None:
-                servers.fields = fields
+                servers.fields = servers.fields | {"cache_salt": salt}
 
     async def aclose(self) -> None:
         """Close connections and health checks from within the event loop that runs the requests."""

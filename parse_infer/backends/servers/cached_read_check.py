@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parse_infer.backends.pool.client import RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.errors import ServerError
@@ -36,7 +36,7 @@ class CachedReadCheck:
         window: context window in tokens.
     """
 
-    def __init__(self, servers: ReplicaPool, server: Server, reads: LogprobReads, window: int) -> None:
+    def __init__(self, servers: ReplicaPool, server: Replica, reads: LogprobReads, window: int) -> None:
         self._servers, self._server, self._reads = servers, server, reads
         self._dialect = server.dialect
         draft = reads.reference

@@ -1,4 +1,4 @@
-"""Resolve names and addresses to the parts of a `VLLMBackend`; start a server for each model without address."""
+"""Resolve names and addresses to the parts of a `ServerBackend`; start a server for each model without address."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from parse_infer.backends.launch.launch import CACHED_READS, draft_server, launch, plain_options, stock_options
 from parse_infer.backends.launch.supervisor import READY_S, Supervisor
+from parse_infer.backends.launch.vllm_process import CACHED_READS, draft_server, launch, plain_options, stock_options
 from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.servers.api_keys import DRAFT_HINT, DRAFT_VARIABLE, TARGET_VARIABLE, draft_key, find_key
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
@@ -45,7 +45,7 @@ _SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a `VLLMBackend`.
+    """The parts of a `ServerBackend`.
 
     Attributes:
         draft: the draft model's replicas or in-process model, and its tokenizer; without one its servers get text.
@@ -57,7 +57,7 @@ class Parts:
     """
 
     target: Target
-    draft: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None
+    draft: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None
     models: dict[str, Any]
     train_problems: frozenset[str]
     calibration: Calibration | None
@@ -161,9 +161,9 @@ def find_parts(
     targets = ReplicaPool("target", target_urls, Client(api_key), failure, patience_s)
     drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
     share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
-    drafts: tuple[ReplicaPool | LocalDraft, TokenizerSpec | None] | None = None
+    drafts: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None = None
     if isinstance(drafting, LanguageModel):
-        drafts = LocalDraft(drafting, share_cores), drafting
+        drafts = InProcessDraft(drafting, share_cores), drafting
     elif draft_urls:
         client = Client(draft_api_key, key_hint=DRAFT_HINT)
         identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")

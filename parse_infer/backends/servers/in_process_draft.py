@@ -62,12 +62,12 @@ class _Job:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
-class LocalDraft:
+class InProcessDraft:
     """A draft model in this process.
 
     Args:
         shares_cores: the target runs on this machine's CPU; use one thread, like a draft server
-            (`launch.environment`).
+            (`vllm_process.environment`).
         rows: batch size; more drafts wait.
     """
 

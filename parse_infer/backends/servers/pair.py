@@ -18,7 +18,7 @@ from typing import Any
 from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease, Unavailable
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobScores
 from parse_infer.backends.servers.target import Scores, Target, server_settings
 from parse_infer.backends.servers.text_draft import CHAT, TextDraft, TextStream, read_chunk
@@ -36,7 +36,10 @@ _MEASURED_SILENCE_S = 600.0  # where drafts are measured, a silent server is an 
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
 Drafts = (
-    tuple[ReplicaPool | LocalDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter | PromptError
+    tuple[ReplicaPool | InProcessDraft, CrossTokenizerDraft]
+    | tuple[ReplicaPool, TextDraft]
+    | TextDrafter
+    | PromptError
 )
 """Source of drafts: a draft model with its tokenizer mapping, a server of texts, a text, or why the draft model
 refuses the prompt."""

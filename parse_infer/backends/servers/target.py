@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from parse_infer.backends.pool.client import RequestRejected
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease
 from parse_infer.backends.servers.cached_read_check import CachedReadCheck
@@ -142,7 +142,7 @@ class Target:
         prompt = list(context[:-1] or context)
         await self.servers.ask({"prompt": prompt, "max_tokens": 1, "temperature": 0}, lease)
 
-    async def try_judge(self, server: Server) -> None:
+    async def try_judge(self, server: Replica) -> None:
         """Raise ValueError if this server cannot judge a draft, TransientServerError if it does not answer."""
         if self.reads is None:
             return

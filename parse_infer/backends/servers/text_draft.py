@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from parse_infer.backends.pool.client import RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.drafters.cross_tokenizer import without_last_word
@@ -58,7 +58,7 @@ class TextApi:
         return self.logprobs and self.path != CHAT
 
 
-async def find_text_api(servers: ReplicaPool, server: Server, draft: TokenizerSpec | None) -> TextApi | None:
+async def find_text_api(servers: ReplicaPool, server: Replica, draft: TokenizerSpec | None) -> TextApi | None:
     """Find out how a draft server takes prompts; None: as token ids of `draft`, which it returns too.
 
     Raises:

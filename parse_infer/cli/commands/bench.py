@@ -210,7 +210,7 @@ def _bench_clients(
         together=bool(models.target_url) or not torch.cuda.is_available(),
     )
     with tracking.job(track):
-        track_results(about, {f"{cell['way']}, {cell['clients']} clients": cell for cell in results["cells"]})
+        track_results(about, {f"{cell['mode']}, {cell['clients']} clients": cell for cell in results["cells"]})
     Console(highlight=False).print(clients_table(results))
     print(f"Written: {out}/clients.json, clients.md, clients.png")
 

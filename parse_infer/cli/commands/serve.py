@@ -61,12 +61,12 @@ def serve(
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
     from parse_infer.serve.app import create_app
-    from parse_infer.serve.risk_monitor import RiskMonitor
+    from parse_infer.serve.audit import RiskSettings
     from parse_infer.serve.runner import Runner
-    from parse_infer.serve.server import Server, listen
+    from parse_infer.serve.server import ApiServer, listen
     from parse_infer.serve.thread_runner import ThreadRunner
 
-    promises = RiskMonitor(risk, audit, same_answer)
+    risk_settings = RiskSettings(risk, audit, same_answer)
     traces = None
     if trace:
         from parse_infer.serve.traces import Traces
@@ -74,21 +74,21 @@ def serve(
         traces = Traces()
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
     listening = listen(host, port)  # fail on a port in use before the models are loaded
-    backend: Runner
+    runner: Runner
     if models.served:
         from parse_infer.serve.loop_runner import LoopRunner
 
-        backend = LoopRunner(models.load(expected=promises.expected))
+        runner = LoopRunner(models.load(expected=risk_settings.expected))
     else:
-        backend = ThreadRunner(models.load)
+        runner = ThreadRunner(models.load)
     try:
         adaptive = models.served if adaptive is None else adaptive
         app = create_app(
-            backend,
+            runner,
             limits,
             api_key,
             served_model_name,
-            promises,
+            risk_settings,
             traces,
             adaptive=adaptive,
             strict=strict,
@@ -96,9 +96,9 @@ def serve(
         )
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown
-        print(f"{served_model_name or backend.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
-        Server(app, limits).run(sockets=[listening])
+        print(f"{served_model_name or runner.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
+        ApiServer(app, limits).run(sockets=[listening])
     finally:
-        backend.close()
+        runner.close()
         if traces is not None:
             traces.close()

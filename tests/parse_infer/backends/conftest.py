@@ -12,10 +12,10 @@ import torch
 
 from parse_infer.backends.pool import health
 from parse_infer.backends.pool.client import Client
-from parse_infer.backends.pool.health import Server
+from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
-from parse_infer.backends.servers.backend import VLLMBackend
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.backend import ServerBackend
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
@@ -29,7 +29,7 @@ CUTS = CutPolicy("tokens", every=6)
 WAIT_S = 10.0
 
 
-def first(servers: Sequence[Server]) -> Server:
+def first(servers: Sequence[Replica]) -> Replica:
     """Choice among equally busy replicas, so that a test knows it."""
     return servers[0]
 
@@ -95,12 +95,12 @@ def connect() -> Iterator[Connect]:
                 requests = LogprobReads(judge.config, scorer, max_read_tokens)
             shared = {"patience_s": patience_s, "clock": clock, "choose": first}
             servers = ReplicaPool("target", [server.url for server in targets], Client(keys[1]), **shared)
-            drafts: ReplicaPool | LocalDraft
+            drafts: ReplicaPool | InProcessDraft
             if local_rows:
-                drafts = LocalDraft(engine.draft, rows=local_rows)
+                drafts = InProcessDraft(engine.draft, rows=local_rows)
             else:
                 drafts = ReplicaPool("draft", [draft.url], Client(keys[1]), **shared)
-            backend = VLLMBackend(
+            backend = ServerBackend(
                 Target(language, servers, requests, engine.backend.segmenter.policy),
                 (drafts, engine.draft if draft_known else None),
                 models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},

@@ -176,7 +176,7 @@ def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordina
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))
-    monkeypatch.setattr("parse_infer.serve.server.Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    monkeypatch.setattr("parse_infer.serve.server.ApiServer", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
     assert asked == [adaptive]
 

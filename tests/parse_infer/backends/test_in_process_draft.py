@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parse_infer.backends.pool.retries import Unavailable
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.target import server_settings
 from parse_infer.models.batch_decoder import Batch, BatchDecoder
 from parse_infer.settings.sampling import Sampling
@@ -22,13 +22,13 @@ IDS = [list(range(10, 10 + n)) for n in (5, 9, 2, 7, 4)]
 
 @pytest.fixture
 def draft(engine):
-    local = LocalDraft(engine.draft, rows=2)
+    local = InProcessDraft(engine.draft, rows=2)
     yield local
     local.close()
     assert "parse-draft" not in {thread.name for thread in threading.enumerate()}
 
 
-async def read(local: LocalDraft, ids, most=50, sampling=GREEDY, end_ids=frozenset()) -> list[int]:
+async def read(local: InProcessDraft, ids, most=50, sampling=GREEDY, end_ids=frozenset()) -> list[int]:
     pieces = local.written(ids, most, server_settings(sampling, end_ids, "draft", 1))
     return [token async for piece in pieces for token in piece]
 
@@ -55,7 +55,7 @@ def test_a_draft_ends_with_the_tokens_and_the_budget_of_its_request(draft):
 
 def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
     """Taking them away copies the keys and values of all others."""
-    local, shares, shrunk = LocalDraft(engine.draft, rows=8), [], []
+    local, shares, shrunk = InProcessDraft(engine.draft, rows=8), [], []
     step, compact = Batch.step, Batch.compact
     monkeypatch.setattr(Batch, "step", lambda b: (shares.append(len(b.free) / max(1, len(b.runs))), step(b)))
     monkeypatch.setattr(Batch, "compact", lambda b: (shrunk.append(len(b.free)), compact(b)))

@@ -53,7 +53,7 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
 
     results = run(["target", "parse", "parse:12", "parse:adaptive"])
     assert connected == [(True, {}), (False, {})], "the target alone has a stock server"
-    cells = {(cell["way"], cell["clients"]): cell for cell in results["cells"]}
+    cells = {(cell["mode"], cell["clients"]): cell for cell in results["cells"]}
     assert len(cells) == 8 and all(cell["answers"] == 6 for cell in cells.values())
     assert cells["target", 3]["speedup"] == 1 and cells["parse", 1]["speedup"] > 0
     assert cells["parse", 1]["accuracy"] == pytest.approx(1 / 6) and 0 <= cells["parse", 1]["acceptance_rate"] <= 1
@@ -119,7 +119,7 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
         "PARSE, 2 clients, turn 3 of 3",
     ]
     records = (tmp_path / "records.jsonl").read_text().splitlines()
-    speeds = {(r["way"], r["turn"]): r["answers"] / r["wall_s"] for r in map(json.loads, records)}
+    speeds = {(r["mode"], r["turn"]): r["answers"] / r["wall_s"] for r in map(json.loads, records)}
     ratios = [speeds["parse", turn] / speeds["target", turn] for turn in range(3)]
     assert json.loads((tmp_path / "clients.json").read_text())["cells"][1]["speedup_range"] == [
         min(ratios),

@@ -57,7 +57,7 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
     served, targets = relaying
     with served.client as client:
         raw = client.chat.completions.with_raw_response.create(
-            model=served.backend.name,
+            model=served.runner.name,
             messages=USER,
             tools=TOOLS,
             tool_choice="required",
@@ -107,9 +107,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
 def test_a_request_that_a_draft_cannot_answer_reaches_the_target_unchanged(canned, path, fields, because):
     served, _, received = canned
     messages = {} if path == PLAIN or "messages" in fields else {"messages": USER}
-    body = json.dumps(
-        {"mood": "gr\u00fc\u00df", "model": served.backend.name, **messages, **fields}, indent=1
-    ).encode()
+    body = json.dumps({"mood": "gr\u00fc\u00df", "model": served.runner.name, **messages, **fields}, indent=1).encode()
     response = send(served, path, body)
     assert (response.status_code, response.content) == (200, b'{"choices": []}')
     assert response.headers["x-parse-because"] == because
@@ -174,7 +172,7 @@ def test_a_stream_comes_as_it_is_written(canned):
     answer(200, {"Content-Type": "text/event-stream"}, *[b"data: {}\n\n"] * 1000, pause=0.05)
     with httpx.stream("POST", served.url + CHAT, json={"messages": USER, "tools": TOOLS, "stream": True}) as response:
         pieces = response.iter_raw()
-        assert next(pieces).startswith(b"data: {}") and served.line.answers == 1
+        assert next(pieces).startswith(b"data: {}") and served.queue.answers == 1
     assert served.becomes_idle(5), "a client that leaves frees the seat"
 
 
@@ -217,7 +215,7 @@ def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, c
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as client:
             client.sendall(head.encode() + b"\r\n\r\n" + body)
-            while served.line.answers == 0 and not served.server.server_state.total_requests:
+            while served.queue.answers == 0 and not served.server.server_state.total_requests:
                 time.sleep(0.01)
             assert served.becomes_idle(20)
             end = time.monotonic() + 20
@@ -230,7 +228,7 @@ def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relay
     served, targets = relaying
     for target in targets:
         target.key = "another"
-    with running(served.backend, served.engine) as server:
+    with running(served.runner, served.engine) as server:
         refused = server.chat(tools=TOOLS)
     assert refused.status_code == 502 and refused.json()["error"]["code"] == "target_refuses"
     assert "(401)" in refused.json()["error"]["message"]
@@ -249,7 +247,7 @@ def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
     served, targets = relaying
     for target in targets:
         target.faults.extend(["500"] * 2)
-    with running(served.backend, served.engine) as server:
+    with running(served.runner, served.engine) as server:
         failed = server.chat(tools=TOOLS)
     assert failed.status_code == 503 and int(failed.headers["Retry-After"]) >= 1
     assert failed.json()["error"]["message"] == "this model's servers failed: try again in 5 s"
@@ -259,7 +257,7 @@ def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
 
 def test_passed_answers_are_logged_and_count_with_n(relaying, capfd):
     served, targets = relaying
-    with running(served.backend, served.engine) as server:
+    with running(served.runner, served.engine) as server:
         assert server.chat(tools=TOOLS, n=3).status_code == 200 and asked(targets)[0]["n"] == 3
         assert "parse_answers_relayed_total 3.0" in server.metrics
         assert server.chat(tools=TOOLS, n=10**9).status_code == 400, "more seats than there are"
@@ -304,5 +302,5 @@ def test_neutral_values_are_answered_here(relaying):
 def test_a_client_gets_the_servers_message(relaying):
     served, _ = relaying
     with served.client as client, pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=served.backend.name, messages=USER, tools=TOOLS, tool_choice="auto")
+        client.chat.completions.create(model=served.runner.name, messages=USER, tools=TOOLS, tool_choice="auto")
     assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.calibration import measure
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
+from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.loop_runner import LoopRunner
-from parse_infer.serve.risk_monitor import RiskMonitor
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
 from tests.parse_infer.serve.conftest import running
@@ -82,7 +82,7 @@ def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(
     assert coordinator.generate(PROMPTS[0], max_new_tokens=24, risk=0.9).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match="risk and draft_text were both given"):
         coordinator.generate(PROMPTS[0], draft_text="4", max_new_tokens=24, risk=0.9)
-    with running(LoopRunner(coordinator), engine, promises=RiskMonitor(0.9, audit=1.0)) as served:
+    with running(LoopRunner(coordinator), engine, risk_settings=RiskSettings(0.9, audit=1.0)) as served:
         answer = served.chat(PROMPTS[0], max_tokens=24).json()["choices"][0]
         assert answer["message"]["content"] == wanted.text and answer["parse"]["risk"] == 0.9
     other = make_engine(noise=0.15, calibration=found)
@@ -104,7 +104,7 @@ def test_the_model_of_a_draft_server_is_compared_once_the_server_has_named_it(mo
     async def handshake(self) -> None:
         self._models["draft"] = "qwen"
 
-    monkeypatch.setattr(VLLMBackend, "handshake", handshake)
+    monkeypatch.setattr(ServerBackend, "handshake", handshake)
     file, settings = tmp_path / "calibration.json", GenerationSettings(24, risk=0.05)
     urls = {"target_url": "http://127.0.0.1:9", "draft_url": "http://127.0.0.1:8"}
     connect = partial(ParseEngine.from_pretrained, "zoo:target", None, "zoo:adapter", backend="vllm", **urls)
@@ -119,6 +119,6 @@ def test_the_model_of_a_draft_server_is_compared_once_the_server_has_named_it(mo
     with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(qwen\)"):
         connect(calibration=file, expected=settings)
     replace(found, models=models | {"target": "another"}).save(file)
-    monkeypatch.delattr(VLLMBackend, "handshake")
+    monkeypatch.delattr(ServerBackend, "handshake")
     with pytest.raises(ValueError, match=r"made with another target \(another\)"):
         connect(calibration=file)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parse_infer.backends.launch import launch
-from parse_infer.backends.launch.launch import CACHED_READS, command, environment, plain_options, stock_options
+from parse_infer.backends.launch import vllm_process
+from parse_infer.backends.launch.vllm_process import CACHED_READS, command, environment, plain_options, stock_options
 from parse_infer.backends.servers import connect as factory
-from parse_infer.backends.servers.backend import VLLMBackend
-from parse_infer.backends.servers.in_process_draft import LocalDraft
+from parse_infer.backends.servers.backend import ServerBackend
+from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.models.loading import load_language_model
@@ -52,7 +52,7 @@ def test_servers_run_vllm_serve_where_that_command_starts(installed, monkeypatch
     if installed != "no command":
         (tmp_path / "vllm").touch()
     python.chmod(0o755)
-    monkeypatch.setenv(launch.PYTHON, str(python))
+    monkeypatch.setenv(vllm_process.PYTHON, str(python))
     words = list(command("target", {"model": "some/model", "dtype": "float32"}))
     if installed == "vllm":
         expected = [str(tmp_path / "vllm"), "serve", "some/model"]
@@ -81,11 +81,11 @@ def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
         def start(self) -> None:
             pass
 
-    monkeypatch.setattr(launch, "Supervisor", FakeSupervisor)
-    monkeypatch.setenv(launch.PYTHON, sys.executable)
-    launch.launch({"target": {"model": "x"}}, keys={"target": "secret"})
+    monkeypatch.setattr(vllm_process, "Supervisor", FakeSupervisor)
+    monkeypatch.setenv(vllm_process.PYTHON, sys.executable)
+    vllm_process.launch({"target": {"model": "x"}}, keys={"target": "secret"})
     assert given["target"]["VLLM_API_KEY"] == "secret"
-    launch.launch({"target": {"model": "x"}})
+    vllm_process.launch({"target": {"model": "x"}})
     assert "VLLM_API_KEY" not in given["target"]
 
 
@@ -114,7 +114,7 @@ def coordinator(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(factory, "launch", Started)
-    monkeypatch.setattr(VLLMBackend, "handshake", handshake)
+    monkeypatch.setattr(ServerBackend, "handshake", handshake)
 
     def make(adapter: str | None = "zoo:adapter", **options) -> ParseEngine:
         with ParseEngine.from_pretrained("zoo:target", "zoo:draft", adapter, backend="vllm", **options) as made:
@@ -131,9 +131,9 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
         made = coordinator(**options)
         roles = {member.role for member in made.backend.processes.members} if made.backend.processes else set()
         assert ("draft" in roles) == (
-            not isinstance(made.backend._drafts[0], LocalDraft) and "draft_url" not in options
+            not isinstance(made.backend._drafts[0], InProcessDraft) and "draft_url" not in options
         )
-        return isinstance(made.backend._drafts[0], LocalDraft)
+        return isinstance(made.backend._drafts[0], InProcessDraft)
 
     assert is_local() and is_local(target_url=URL)
     assert not is_local(local_draft=False)

@@ -11,7 +11,7 @@ import pytest
 
 from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.replicas import ReplicaPool
-from parse_infer.backends.servers.backend import VLLMBackend
+from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.backends.servers.text_draft import CHAT, TextApi, TextDraft, read_piece
 from parse_infer.decoding.block_length import BlockLength
@@ -193,7 +193,7 @@ def test_sampling_reaches_the_server(make_engine, connect):
 
     assert answer(3) == answer(3) != answer(4)
     assert (draft.bodies[0]["temperature"], draft.bodies[0]["top_p"]) == (0.8, 0.9)
-    coordinator.backend.fields(priority=1)  # which this server would refuse
+    coordinator.clear_caches()  # this server would refuse a cache_salt
     assert coordinator.generate(PROMPT, **SETTINGS).fallback is None
 
 
@@ -245,7 +245,7 @@ def test_the_name_of_a_served_model_is_enough(monkeypatch):
     async def handshake(self) -> None:
         pass
 
-    monkeypatch.setattr(VLLMBackend, "handshake", handshake)
+    monkeypatch.setattr(ServerBackend, "handshake", handshake)
     urls = {"target_url": "http://127.0.0.1:9", "draft_url": "http://127.0.0.1:8"}
     for name in ("some:model", None):
         with ParseEngine.from_pretrained("zoo:target", name, "zoo:adapter", backend="vllm", **urls) as made:

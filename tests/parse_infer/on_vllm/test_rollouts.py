@@ -9,7 +9,7 @@ import pytest
 
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.served.writer import ServedWriter
-from parse_infer.backends.launch.launch import launch, plain_options
+from parse_infer.backends.launch.vllm_process import launch, plain_options
 from parse_infer.models.batch_decoder import BatchDecoder, BatchRow
 from parse_infer.models.loading import load_language_model, load_served_model
 from parse_infer.settings.sampling import Sampling

@@ -17,8 +17,8 @@ from parse_infer.engine import ParseEngine
 from parse_infer.serve import server as server_module
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.app import create_app
-from parse_infer.serve.risk_monitor import RiskMonitor
-from parse_infer.serve.server import Server, listen
+from parse_infer.serve.audit import RiskSettings
+from parse_infer.serve.server import ApiServer, listen
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling
@@ -29,9 +29,9 @@ class Running:
     """A server, and an engine with the same weights."""
 
     url: str
-    backend: ThreadRunner
-    line: AdmissionQueue
-    server: Server
+    runner: ThreadRunner
+    queue: AdmissionQueue
+    server: ApiServer
     engine: ParseEngine
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
@@ -51,7 +51,7 @@ class Running:
     def becomes_idle(self, seconds: float) -> bool:
         """Whether nothing is being written or waits any more, at the latest then."""
         end = time.monotonic() + seconds
-        while self.backend.running or self.line.answers:
+        while self.runner.running or self.queue.answers:
             if time.monotonic() > end:
                 return False
             time.sleep(0.01)
@@ -68,24 +68,24 @@ def _heap_stays_thawed() -> Iterator[None]:
 
 @contextmanager
 def running(
-    backend: ThreadRunner,
+    runner: ThreadRunner,
     engine: ParseEngine,
     limits: Limits | None = None,
     api_key: str | None = None,
-    promises: RiskMonitor | None = None,
+    risk_settings: RiskSettings | None = None,
     traces: Traces | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """`options`: further ones of `create_app`."""
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    app = create_app(backend, limits, api_key, promises=promises, traces=traces, **options)
-    server = Server(app, limits)
+    app = create_app(runner, limits, api_key, risk_settings=risk_settings, traces=traces, **options)
+    server = ApiServer(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     port = listening.getsockname()[1]
     try:
-        yield Running(f"http://127.0.0.1:{port}", backend, app.state.line, server, engine)
+        yield Running(f"http://127.0.0.1:{port}", runner, app.state.queue, server, engine)
     finally:
         server.should_exit = True
         thread.join(30)

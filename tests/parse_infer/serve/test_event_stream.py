@@ -28,11 +28,11 @@ from parse_infer.request.events import Done, Drafted
 from parse_infer.request.output import Fallback, Generation
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
+from parse_infer.serve.audit import Audit, RiskSettings
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
-from parse_infer.serve.risk_monitor import Audit, RiskMonitor
 from parse_infer.serve.runner import Job, Moment
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.generation import GenerationSettings
@@ -45,14 +45,14 @@ PROMPTS = [f"Tom has {n} apples. How many are left?" for n in range(8)]
 
 def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_engine, monkeypatch):
     """And loses no event for that."""
-    backend = ThreadRunner(make_engine())
+    runner = ThreadRunner(make_engine())
 
     async def events(watched: bool) -> tuple[list[str], int]:
         loop, woken = asyncio.get_running_loop(), []
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *what: (woken.append(what), wake(*what))[1])
         job = Job(PROMPTS[0], GenerationSettings(24), watched=watched)
-        found = [moment.event async for moment in backend.stream(job)]
+        found = [moment.event async for moment in runner.stream(job)]
         assert isinstance(found[-1], Done)
         return [str(event) for event in found[:-1]], len(woken)
 
@@ -63,15 +63,15 @@ def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_e
 
 def test_only_a_stream_begins_with_a_short_block(make_engine, monkeypatch):
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)  # not by measured time
-    backend = ThreadRunner(make_engine())
+    runner = ThreadRunner(make_engine())
 
     async def first(watched: bool) -> int:
         job = Job(PROMPTS[0], GenerationSettings(48, mode="exact"), watched=watched)
-        async with aclosing(backend.stream(job)) as moments:
+        async with aclosing(runner.stream(job)) as moments:
             return (await anext(moments)).event.n_tokens
 
     assert [asyncio.run(first(watched)) for watched in (True, False)] == [FIRST, 48]
-    backend.close()
+    runner.close()
 
 
 def test_the_engine_is_loaded_in_the_thread_that_uses_it(make_engine):
@@ -216,11 +216,11 @@ def test_a_request_may_ask_for_a_promise(make_engine):
 
 
 def test_any_error_of_the_check_reaches_the_caller(make_engine, monkeypatch):
-    backend = ThreadRunner(make_engine())
+    runner = ThreadRunner(make_engine())
     monkeypatch.setattr(ParseEngine, "check_calibration", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        backend.check_calibration()
-    backend.close()
+        runner.check_calibration()
+    runner.close()
 
 
 def audited(metrics: str) -> Counter[str]:
@@ -232,8 +232,10 @@ def audited(metrics: str) -> Counter[str]:
 def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engine, capfd):
     """Random models agree on nothing: drafts that are accepted whole break "at most 10 % differ" at once."""
     engine = make_engine()
-    differing, promises = 0, RiskMonitor(0.05, audit=1.0)
-    with running(ThreadRunner(make_engine(calibration=calibrated(engine))), engine, promises=promises) as server:
+    differing, risk_settings = 0, RiskSettings(0.05, audit=1.0)
+    with running(
+        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, risk_settings=risk_settings
+    ) as server:
         for i in range(6):
             prompt = f"{PROMPTS[i % 3]} {i}"
             answer = server.chat(prompt, max_tokens=24).json()["choices"][0]
@@ -257,8 +259,8 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
 
 
 def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, capfd):
-    backend = ThreadRunner(make_engine(calibration=calibrated(make_engine())))
-    stream = backend.stream
+    runner = ThreadRunner(make_engine(calibration=calibrated(make_engine())))
+    stream = runner.stream
 
     async def stuck(job: Job) -> AsyncGenerator[Moment, None]:
         if job.audit:
@@ -267,9 +269,9 @@ def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, cap
             async for moment in moments:
                 yield moment
 
-    monkeypatch.setattr(backend, "stream", stuck)
+    monkeypatch.setattr(runner, "stream", stuck)
     log, end = "", time.monotonic() + 20
-    with running(backend, make_engine(), Limits(request_s=1.0), promises=RiskMonitor(0.05, audit=1.0)) as server:
+    with running(runner, make_engine(), Limits(request_s=1.0), risk_settings=RiskSettings(0.05, audit=1.0)) as server:
         assert server.chat(PROMPTS[0], max_tokens=24).status_code == 200
         while "audit failed" not in log:
             assert time.monotonic() < end
@@ -280,23 +282,23 @@ def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, cap
 
 def test_an_audit_is_no_answer_in_progress(make_engine):
     """Else one answer fewer would count as waiting."""
-    backend = ThreadRunner(make_engine())
+    runner = ThreadRunner(make_engine())
 
     async def counted(audit: bool) -> int:
         job = Job(PROMPTS[0], GenerationSettings(200), alone=True, audit=audit)
-        async with aclosing(backend.stream(job)) as moments:
+        async with aclosing(runner.stream(job)) as moments:
             await anext(moments)
-            return backend.running
+            return runner.running
 
     assert [asyncio.run(counted(audit)) for audit in (False, True)] == [1, 0]
-    backend.close()
+    runner.close()
 
 
 def test_the_rate_that_is_audited_is_the_one_that_was_calibrated(make_engine):
     """Answers with an unusual draft were calibrated, those of other fallbacks were not."""
     engine = make_engine()
-    backend = ThreadRunner(make_engine(calibration=calibrated(engine)))
-    audit = Audit(backend, Metrics(), RiskMonitor(audit=1.0), limit_s=60)
+    runner = ThreadRunner(make_engine(calibration=calibrated(engine)))
+    audit = Audit(runner, Metrics(), RiskSettings(audit=1.0), limit_s=60)
     own = engine.generate_target(PROMPTS[0], max_new_tokens=24)
 
     async def audited(fallback: Fallback | None) -> bool:
@@ -311,7 +313,7 @@ def test_the_rate_that_is_audited_is_the_one_that_was_calibrated(make_engine):
 
     kinds = (None, *get_args(Fallback))
     assert [kind for kind in kinds if asyncio.run(audited(kind))] == [None, "unusual_draft"]
-    backend.close()
+    runner.close()
 
 
 def test_parse_options_are_the_engines(served):
@@ -351,14 +353,14 @@ def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engin
     engine = make_engine()
     other = calibrated(engine)
     other = replace(other, models={**other.models, "dtype": "bfloat16"})
-    backend = ThreadRunner(make_engine(calibration=other))
+    runner = ThreadRunner(make_engine(calibration=other))
     try:
-        for promises in (RiskMonitor(0.05), RiskMonitor(audit=0.5)):
+        for risk_settings in (RiskSettings(0.05), RiskSettings(audit=0.5)):
             with pytest.raises(ValueError, match="made with another dtype"):
-                create_app(backend, promises=promises)
-        create_app(backend)  # of no concern without a promise
+                create_app(runner, risk_settings=risk_settings)
+        create_app(runner)  # of no concern without a promise
     finally:
-        backend.close()
+        runner.close()
 
 
 def test_an_empty_draft_is_no_draft():
@@ -404,7 +406,7 @@ def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
                 (choice,) = json.loads(line[6:])["choices"]
                 if "event" in choice.get("parse", {}):
                     told.append(choice["parse"])
-                    busy.append(served.line.answers)
+                    busy.append(served.queue.answers)
                 text += choice["delta"].get("content", "")
         assert line == "" or line == "data: [DONE]"
     assert [event["event"] for event in told[:3]] == ["drafted", "verified", "accepted"]

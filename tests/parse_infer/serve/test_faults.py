@@ -28,7 +28,7 @@ from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
 from parse_infer.serve.logs import JsonLines
-from parse_infer.serve.server import Server, listen
+from parse_infer.serve.server import ApiServer, listen
 from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import running
 
@@ -168,7 +168,7 @@ def test_fields_without_influence_are_ignored(served):
 
 
 def test_only_who_has_the_key_is_answered(served):
-    with running(served.backend, served.engine, api_key="s3cret") as guarded:
+    with running(served.runner, served.engine, api_key="s3cret") as guarded:
         for headers in (
             {},
             {"Authorization": "Bearer s3cre"},
@@ -212,21 +212,21 @@ def test_a_full_queue_says_when_to_come_back(served, monkeypatch):
     async def render(*_: Any) -> Any:
         raise AssertionError("what is not admitted is not rendered")
 
-    with running(served.backend, served.engine, Limits(waiting=1)) as small, ThreadPoolExecutor(2) as pool:
+    with running(served.runner, served.engine, Limits(waiting=1)) as small, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(small.chat, max_tokens=LONG, parse={"mode": "target"}) for _ in range(2)]
-        while small.line.answers < 2 and not any(answer.done() for answer in taken):
+        while small.queue.answers < 2 and not any(answer.done() for answer in taken):
             time.sleep(0.005)
-        monkeypatch.setattr(served.backend, "render", render)
+        monkeypatch.setattr(served.runner, "render", render)
         refused = small.chat()
         assert refused.status_code == 429 and error_of(refused)["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1
-        small.line.note(1000.0)
+        small.queue.note(1000.0)
         assert int(small.chat().headers["retry-after"]) >= 1000
         assert [answer.result().status_code for answer in taken] == [200, 200]
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(served):
-    with running(served.backend, served.engine, Limits(request_s=0.3)) as hurried:
+    with running(served.runner, served.engine, Limits(request_s=0.3)) as hurried:
         response = hurried.chat(max_tokens=LONG)
         assert response.status_code == 504 and error_of(response)["code"] == "timeout"
         stream = hurried.chat(max_tokens=LONG, stream=True, parse={"mode": "target"})
@@ -272,9 +272,9 @@ def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, mo
         raise RuntimeError(SECRET)
 
     back = {"parse": {"block_tokens": 8, "threshold": 0}, "max_tokens": 40}
-    backend = ThreadRunner(make_engine(drafter=Breaking(2)))
-    monkeypatch.setattr(backend, "decode", decode)
-    with running(backend, make_engine()) as broken:
+    runner = ThreadRunner(make_engine(drafter=Breaking(2)))
+    monkeypatch.setattr(runner, "decode", decode)
+    with running(runner, make_engine()) as broken:
         failed = [broken.chat(**back), broken.chat(**back, stream=True), broken.post("/detokenize", {"tokens": [65]})]
     assert [response.status_code for response in failed] == [500, 200, 500]
     lines = logged(capfd)
@@ -326,7 +326,7 @@ def test_the_end_waits_for_what_was_accepted(make_engine):
         ThreadPoolExecutor(3) as pool,
     ):
         taken = [pool.submit(server.chat, max_tokens=200, parse={"mode": "target"}) for _ in range(3)]
-        while server.line.answers < 3:
+        while server.queue.answers < 3:
             time.sleep(0.005)
         server.server.should_exit = True
         assert [answer.result().status_code for answer in taken] == [200, 200, 200]
@@ -338,7 +338,7 @@ def test_what_is_left_after_the_time_of_grace_gets_an_error(make_engine):
         ThreadPoolExecutor(3) as pool,
     ):
         taken = [pool.submit(server.chat, max_tokens=LONG, parse={"mode": "target"}) for _ in range(3)]
-        while server.line.answers < 3:
+        while server.queue.answers < 3:
             time.sleep(0.005)
         server.server.should_exit = True
         for answer in taken:
@@ -401,7 +401,7 @@ def test_a_signal_ends_the_server_and_not_its_caller(served):
     """Who has models and folders to clean up."""
     raised: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: raised.append(number))
-    server = Server(create_app(served.backend), Limits())
+    server = ApiServer(create_app(served.runner), Limits())
 
     def stop() -> None:
         while not server.started:

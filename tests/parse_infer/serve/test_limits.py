@@ -34,8 +34,8 @@ def raw(served: Running, data: bytes) -> socket.socket:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(served, monkeypatch):
-    monkeypatch.setattr(served.backend, "_call", lambda *_: pytest.fail("tokenized"))
-    size = served.backend._longest_prompt + 1
+    monkeypatch.setattr(served.runner, "_call", lambda *_: pytest.fail("tokenized"))
+    size = served.runner._longest_prompt + 1
     for path, body in (
         (CHAT, {"messages": [{**USER, "content": "x" * size}]}),
         ("/v1/completions", {"prompt": "x" * size}),
@@ -46,15 +46,15 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(served, monk
     for fields in ({"parse": {"draft_text": "x" * size}}, {"prediction": {"type": "content", "content": "x" * size}}):
         refused = served.chat(**fields)
         assert refused.status_code == 400 and f"draft text has {size} char" in refused.json()["error"]["message"]
-    refused = served.post("/v1/completions", {"prompt": [65] * (served.backend.window + 1)})
+    refused = served.post("/v1/completions", {"prompt": [65] * (served.runner.window + 1)})
     assert refused.status_code == 400 and "2049 tokens" in refused.json()["error"]["message"]
 
 
 def test_a_prompt_that_may_fit_is_tokenized(served):
     """The limit is that of the longest token: no prompt that fits is refused by its length."""
-    tokenizer, window = served.engine.target.tokenizer, served.backend.window
+    tokenizer, window = served.engine.target.tokenizer, served.runner.window
     longest = max(tokenizer.get_vocab(), key=len)
-    assert len(tokenizer.decode(tokenizer.convert_tokens_to_ids([longest] * window))) <= served.backend._longest_prompt
+    assert len(tokenizer.decode(tokenizer.convert_tokens_to_ids([longest] * window))) <= served.runner._longest_prompt
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_tokenize_takes_little_text_and_a_seat(served, monkeypatch):
     assert refused.status_code == 400 and "at most 10" in refused.json()["error"]["message"]
     chat = served.post("/tokenize", {"messages": [{**USER, "content": "x" * 11}]})
     assert chat.status_code == 400
-    monkeypatch.setattr(served.line, "_capacity", 0)
+    monkeypatch.setattr(served.queue, "_capacity", 0)
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})):
         assert served.post(path, body).status_code in (400, 429)
 
@@ -84,16 +84,16 @@ def test_short_texts_do_not_wait_for_long_ones(served, monkeypatch):
         began.set()
         free.wait(30)
 
-    served.backend._long._executor.submit(block, None)
+    served.runner._long._executor.submit(block, None)
     try:
         assert began.wait(30)
         assert served.post("/tokenize", {"prompt": "3 apples"}).status_code == 200
         hung_up = raw(served, _request("/tokenize", {"prompt": "a longer text"}))
-        while served.line.answers == 0:
+        while served.queue.answers == 0:
             time.sleep(0.01)
         hung_up.close()
         assert served.becomes_idle(10), "the seat of a client that hung up is free"
-        assert served.backend._long._executor._work_queue.qsize() <= 1  # cancelled, so it will not run
+        assert served.runner._long._executor._work_queue.qsize() <= 1  # cancelled, so it will not run
     finally:
         free.set()
 

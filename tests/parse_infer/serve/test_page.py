@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import httpx
 
-from parse_infer.serve.risk_monitor import RiskMonitor
+from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import running
 from tests.parse_infer.serve.test_event_stream import calibrated
@@ -60,7 +60,7 @@ def test_the_script_asks_for_what_the_server_offers(served):
 def test_the_card_has_the_servers_risk(make_engine):
     """Which chooses another threshold than the one beside it."""
     engine = make_engine()
-    backend = ThreadRunner(make_engine(calibration=calibrated(engine)))
-    with running(backend, engine, promises=RiskMonitor(0.05)) as server:
+    runner = ThreadRunner(make_engine(calibration=calibrated(engine)))
+    with running(runner, engine, risk_settings=RiskSettings(0.05)) as server:
         card = httpx.get(server.url + "/v1/models").json()["data"][0]
     assert card["parse"] == {"threshold": engine.threshold, "risk": 0.05}

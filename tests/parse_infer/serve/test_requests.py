@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from parse_infer.request.output import Generation
-from parse_infer.serve.risk_monitor import RiskMonitor
+from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import Chat
@@ -74,7 +74,7 @@ def test_unknown_fields_are_ignored_with_a_warning(served):
 
 
 def test_a_strict_server_refuses_them(served):
-    with running(served.backend, served.engine, strict=True) as strict:
+    with running(served.runner, served.engine, strict=True) as strict:
         for fields, name in (
             ({"colour": 1}, "colour"),
             ({"a[b\n": 1}, r"a[b\n"),
@@ -159,7 +159,7 @@ def test_a_request_that_does_not_say_is_sampled_as_the_generation_config_asks(sa
     ):
         found = sampling.chat(PROMPTS[2], max_tokens=24, seed=4, **fields).json()
         assert found["choices"][0]["message"]["content"] == wanted, fields
-    with running(sampling.backend, sampling.engine, generation_config=False) as greedy:
+    with running(sampling.runner, sampling.engine, generation_config=False) as greedy:
         assert greedy.chat(PROMPTS[2], max_tokens=24).json()["choices"][0]["message"]["content"] == own(0.0)
 
 
@@ -186,7 +186,7 @@ def test_usage_comes_with_each_chunk_where_it_is_asked_for(served):
 def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_engine):
     engine = make_engine()
     with running(
-        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, promises=RiskMonitor(0.05)
+        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, risk_settings=RiskSettings(0.05)
     ) as server:
         covered = server.chat(max_tokens=24)
         assert covered.json()["choices"][0]["parse"]["risk"] == 0.05 and "x-parse-warning" not in covered.headers

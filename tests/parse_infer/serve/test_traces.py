@@ -36,10 +36,10 @@ def test_a_span_of_a_request_that_failed_has_no_text(make_engine, monkeypatch):
     async def fails(*_: object) -> str:
         raise RuntimeError(SECRET)
 
-    spans, backend = InMemorySpanExporter(), ThreadRunner(make_engine())
+    spans, runner = InMemorySpanExporter(), ThreadRunner(make_engine())
     for name in ("decode", "render"):
-        monkeypatch.setattr(backend, name, fails)
-    with running(backend, make_engine(), traces=Traces(SimpleSpanProcessor(spans))) as server:
+        monkeypatch.setattr(runner, name, fails)
+    with running(runner, make_engine(), traces=Traces(SimpleSpanProcessor(spans))) as server:
         assert server.post("/detokenize", {"tokens": [65]}).status_code == 500
         assert server.chat().status_code == 500
     found = [span.to_json() for span in spans.get_finished_spans()]

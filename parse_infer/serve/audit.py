@@ -24,7 +24,7 @@ _ALTERNATIVES = 8  # larger rates; each halves the distance to 1
 
 
 @dataclass(frozen=True)
-class RiskMonitor:
+class RiskSettings:
     """The default risk of a server, and its audit rate."""
 
     risk: float | None = None
@@ -93,16 +93,16 @@ class Audit:
         ValueError: an invalid share, or no calibration.
     """
 
-    def __init__(self, backend: Runner, metrics: Metrics, promises: RiskMonitor, limit_s: float) -> None:
-        calibration = backend.calibration
-        if not 0 < promises.audit <= 1:
-            raise ParseError(f"--audit is {promises.audit}; give a share of the requests, such as 0.01")
+    def __init__(self, runner: Runner, metrics: Metrics, risk_settings: RiskSettings, limit_s: float) -> None:
+        calibration = runner.calibration
+        if not 0 < risk_settings.audit <= 1:
+            raise ParseError(f"--audit is {risk_settings.audit}; give a share of the requests, such as 0.01")
         if calibration is None:
             raise ParseError("--audit needs a calibration: give --calibration")
-        self._backend = backend
+        self._runner = runner
         self._metrics = metrics
         self._calibration = calibration
-        self._promises = promises
+        self._risk_settings = risk_settings
         self._limit_s = limit_s
         self._tests = {
             risk: DriftTest(calibration.disagreement(risk), 1 - calibration.confidence)
@@ -118,21 +118,21 @@ class Audit:
         risk = choice.job.settings.risk if counts else None
         if risk not in self._tests or (self._task is not None and not self._task.done()):
             return
-        if random.random() < self._promises.audit:
+        if random.random() < self._risk_settings.audit:
             self._task = asyncio.create_task(self._audit(choice, risk))
 
     async def _audit(self, choice: ChoiceState, risk: float) -> None:
         job = replace(choice.job, alone=True, audit=True)
         text = ""
         try:
-            async with asyncio.timeout(self._limit_s), aclosing(self._backend.stream(job)) as moments:
+            async with asyncio.timeout(self._limit_s), aclosing(self._runner.stream(job)) as moments:
                 async for moment in moments:
                     if isinstance(moment.event, Done):
                         text = moment.event.generation.text
         except Exception:
             log.exception("audit failed")
             return
-        differs = not self._promises.same(choice.answer.text, text)
+        differs = not self._risk_settings.same(choice.answer.text, text)
         test = self._tests[risk]
         known = test.implausible
         test.see(differs)

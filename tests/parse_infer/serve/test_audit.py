@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from parse_infer.serve.risk_monitor import DriftTest
+from parse_infer.serve.audit import DriftTest
 
 
 def alarms(allowed: float, true: float, rounds: int = 400, observations: int = 500) -> list[int]:
