@@ -125,7 +125,7 @@ class ParseEngine:
             cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
                 calibration holds for one policy only.
             options: further arguments of `parse_infer.backends.local.backend.load_backend` (device, dtype, min_p,
-                target_drafter, …) or of `parse_infer.backends.servers.backend.connect_backend` (target_url, …).
+                target_drafter, …) or of `parse_infer.backends.servers.options.ServerOptions` (target_url, …).
 
         Raises:
             ValueError: models and adapter do not match, or an argument is invalid.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from parse_infer.errors import SettingsError
@@ -31,13 +32,24 @@ def check_options(names: Iterable[str], build: Callable[..., Any], own: Sequence
     Args:
         own: further options of the caller.
     """
-    known = list(dict.fromkeys([*own, *inspect.signature(build).parameters]))
+    known = list(dict.fromkeys([*own, *_arguments(build)]))
     for name in names:
         if name in known:
             continue
         for backend in BACKENDS:
-            if build is not builder(backend) and name in inspect.signature(builder(backend)).parameters:
+            if build is not builder(backend) and name in _arguments(builder(backend)):
                 raise SettingsError(
                     f"{name!r} is an option of the backend {backend!r} only: omit it, or give backend."
                 )
         raise SettingsError(f"{name!r} is not an option; {suggestion(name, known)}")
+
+
+def _arguments(build: Callable[..., Any]) -> list[str]:
+    """Names of the arguments of `build`; in the place of `**options`, the fields of `ServerOptions`."""
+    parameters = inspect.signature(build).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    if len(names) == len(parameters):
+        return names
+    from parse_infer.backends.servers.options import ServerOptions
+
+    return [*names, *(field.name for field in fields(ServerOptions))]

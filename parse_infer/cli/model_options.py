@@ -223,7 +223,7 @@ class ModelOptions:
         return resolve_risk(settings.override(risk=risk), known).override(risk=None, adaptive=False)
 
     def _server_options(self, needs_judge: bool) -> dict[str, Any]:
-        """Options of `connect_backend`. Raises ValueError for options of the local backend."""
+        """Fields of `ServerOptions`. Raises ValueError for options of the local backend."""
         if self.target_drafter not in ("auto", NO_DRAFTER):
             raise ParseError("--target-drafter needs --backend local: configure speculative_config on the vLLM server")
         if self.device is not None or self.dtype != "auto" or self.draft_dtype is not None:

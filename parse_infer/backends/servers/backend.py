@@ -7,7 +7,7 @@ import json
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from functools import partial
@@ -21,9 +21,10 @@ from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
-from parse_infer.backends.servers.connect import Urls, check_servable, find_parts
+from parse_infer.backends.servers.connect import check_servable, find_parts
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
-from parse_infer.backends.servers.logprob_reads import MAX_READ_TOKENS, LogprobScores
+from parse_infer.backends.servers.logprob_reads import LogprobScores
+from parse_infer.backends.servers.options import PARALLEL, ServerOptions
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair
 from parse_infer.backends.servers.target import Scores, Target
 from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_text_api
@@ -39,11 +40,9 @@ from parse_infer.models.environment import describe_machine
 from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
-from parse_infer.text.cuts import CutPolicy
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
-PARALLEL = 64  # concurrent answers
 T = TypeVar("T")
 
 
@@ -51,76 +50,25 @@ def connect_backend(
     target: str | Path,
     draft: str | Path | None = None,
     adapter: str | Path | None = None,
-    *,
-    target_url: Urls = (),
-    draft_url: Urls = (),
-    min_p: float | None = None,
-    zero_shot: bool = False,
-    cut_policy: CutPolicy | None = None,
-    calibration: str | Path | None = None,
-    template_options: Mapping[str, Any] | None = None,
-    api_key: str | None = None,
-    draft_api_key: str | None = None,
-    parallel: int = PARALLEL,
-    patience_s: float | None = None,
-    local_draft: bool | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    draft_options: Mapping[str, Any] | None = None,
-    max_read_tokens: int = MAX_READ_TOKENS,
-    expected: GenerationSettings | None = None,
-    on_progress: Callable[[str], None] = lambda line: None,
+    **options: Any,
 ) -> ServerBackend:
-    """Connect to servers, or start them; the arguments of `ParseEngine.from_pretrained` with backend="vllm".
+    """Connect to servers, or start them.
 
     Args:
-        target_url, draft_url: addresses of each model's replicas. Without an address, this starts a server that ends
-            with `close`. Any target server with log-probabilities will do, such as vLLM as its users start it.
-            A draft server may be any with OpenAI's API. If it returns no token ids, drafts pass as text, and `draft`
-            may be None or the model's name on the server.
-        local_draft: run the draft model in this process. None: if the draft has no address and no options, is a
-            folder with at most 32 MiB of weights, and there is no GPU.
-        target_options, draft_options: extra vLLM options of started servers, by their names in `vllm.LLM`.
-        max_read_tokens: longest read of log-probabilities, without what the server's prefix cache holds. A larger one
-            takes more of the server's memory (`MAX_READ_TOKENS`).
-        parallel: number of concurrent answers in `generate` and `collect`.
-        expected: settings of future requests; errors in them are raised before a server starts.
-        on_progress: called with progress lines about starting servers.
-        api_key: API key of the target's servers; None: the environment variable VLLM_API_KEY, as in vLLM.
-        draft_api_key: API key of the draft servers; None: the environment variable PARSE_DRAFT_API_KEY. Without it,
-            draft servers at a target server's address get `api_key`, and others get no key.
-        patience_s: how long a request waits while no replica is healthy. None: 2 minutes; for started servers, the
-            time that a restart may take.
+        target, draft, adapter: as in `ParseEngine.from_pretrained`.
+        options: fields of `ServerOptions`.
 
     Raises:
         OSError: a file or package is missing, or no server of a model answers.
         ValueError: parts do not fit together, or a server serves another model or adapter.
     """
-    parts = find_parts(
-        target,
-        draft,
-        adapter,
-        min_p=min_p,
-        zero_shot=zero_shot,
-        cut_policy=cut_policy,
-        calibration=calibration,
-        template_options=template_options,
-        target_url=target_url,
-        draft_url=draft_url,
-        local_draft=local_draft,
-        target_options=target_options,
-        draft_options=draft_options,
-        max_read_tokens=max_read_tokens,
-        api_key=api_key,
-        draft_api_key=draft_api_key,
-        patience_s=patience_s,
-        expected=expected,
-        on_progress=on_progress,
-    )
+    chosen = ServerOptions(**options)
+    parts = find_parts(target, draft, adapter, chosen)
     backend = ServerBackend(
         parts.target,
         parts.draft,
         threshold=parts.threshold,
-        parallel=parallel,
+        parallel=chosen.parallel,
         models=parts.models,
         train_problems=parts.train_problems,
         calibration=parts.calibration,
@@ -128,7 +76,7 @@ def connect_backend(
     )
     try:
         backend.run(backend.handshake())
-        if calibration is not None and backend.calibration is not None:
+        if chosen.calibration is not None and backend.calibration is not None:
             backend.calibration.check(backend.describe())
     except BaseException:
         backend.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from parse_infer.backends.pool.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.servers.api_keys import DRAFT_HINT, DRAFT_VARIABLE, TARGET_VARIABLE, draft_key, find_key
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
+from parse_infer.backends.servers.options import ServerOptions
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
@@ -39,7 +40,6 @@ from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.cuts import CutPolicy
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
-Urls = str | Sequence[str]
 _SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than a server's overhead
 
 
@@ -66,118 +66,137 @@ class Parts:
 
 
 def find_parts(
-    target: str | Path,
-    draft: str | Path | None,
-    adapter: str | Path | None,
-    *,
-    min_p: float | None,
-    zero_shot: bool,
-    cut_policy: CutPolicy | None,
-    calibration: str | Path | None,
-    template_options: Mapping[str, Any] | None,
-    target_url: Urls,
-    draft_url: Urls,
-    local_draft: bool | None,
-    target_options: Mapping[str, Any] | None,
-    draft_options: Mapping[str, Any] | None,
-    max_read_tokens: int,
-    api_key: str | None,
-    draft_api_key: str | None,
-    patience_s: float | None,
-    expected: GenerationSettings | None,
-    on_progress: Callable[[str], None],
+    target: str | Path, draft: str | Path | None, adapter: str | Path | None, options: ServerOptions
 ) -> Parts:
-    """See `connect_backend`. All names and settings are validated before a server starts."""
-    target_urls, draft_urls = ([urls] if isinstance(urls, str) else list(urls) for urls in (target_url, draft_url))
-    for url in (*target_urls, *draft_urls):
-        if not url.startswith(("http://", "https://")):
-            raise SettingsError(f"{url!r} is not a server address: it must begin with http:// or https://")
-    if local_draft and draft is None:
+    """Find the parts of a `ServerBackend`. All names and settings are validated before a server starts."""
+    if options.local_draft and draft is None:
         raise SettingsError("local_draft was given without a draft model: give draft")
-    if local_draft and (draft_urls or draft_options):
-        raise SettingsError(
-            f"local_draft and {'draft_url' if draft_urls else 'draft_options'} were both given: choose one"
-        )
-    api_key = find_key("api_key", api_key, TARGET_VARIABLE)
-    draft_api_key = find_key("draft_api_key", draft_api_key, DRAFT_VARIABLE)
-    draft_api_key = draft_key(draft_api_key, api_key, draft_urls, target_urls)
-    if max_read_tokens < 1:
-        raise SettingsError(f"max_read_tokens is {max_read_tokens}; it must be at least 1")
-    language = load_served_model(target, template_options=template_options)
-    if adapter is None and min_p is None and not zero_shot:
+    api_key = find_key("api_key", options.api_key, TARGET_VARIABLE)
+    draft_api_key = draft_key(
+        find_key("draft_api_key", options.draft_api_key, DRAFT_VARIABLE),
+        api_key,
+        options.draft_urls,
+        options.target_urls,
+    )
+    language = load_served_model(target, template_options=options.template_options)
+    if adapter is None and options.min_p is None and not options.zero_shot:
         raise SettingsError("the engine needs a judge: give an adapter, min_p, or zero_shot=True")
-    check_one_judge(adapter, min_p, zero_shot)
+    check_one_judge(adapter, options.min_p, options.zero_shot)
     files = None if adapter is None else read_adapter(resolve(adapter))
-    judge, own_cuts, threshold = _judge(target, files, min_p, language, max_read_tokens)
-    if local_draft is None:
-        local_draft = not draft_urls and not draft_options and draft is not None and _small_on_cpu(draft)
-    drafting: TokenizerSpec | None = None
-    served_draft = ""
-    if draft is not None and local_draft:
-        drafting = load_language_model(draft, role="draft", template_options=template_options)
-    elif draft is not None:
-        try:
-            drafting = load_served_model(draft, role="draft", template_options=template_options)
-        except (OSError, ValueError):
-            if not draft_urls:
-                raise
-            served_draft = str(draft)  # a name that only the server knows
+    judge, own_cuts, threshold = _judge(target, files, options.min_p, language, options.max_read_tokens)
+    cut_policy = options.cut_policy or own_cuts
+    drafting, served_draft = _find_draft(draft, options)
     models = {
         "backend": "vllm",
         "target": str(target),
         "draft": None if draft is None else str(draft),
-        "adapter": files.fingerprint if files is not None else "zero-shot" if min_p is None else MinPJudge.fingerprint,
-        "cut_policy": (cut_policy or own_cuts).to_dict(),
-        "template_options": dict(template_options or {}),
+        "adapter": _judge_name(files, options),
+        "cut_policy": cut_policy.to_dict(),
+        "template_options": dict(options.template_options or {}),
     }
-    promises = None
-    if calibration is not None:
-        promises = Calibration.load(calibration)
-    elif files is not None:
-        promises = shipped_calibration(files.folder)
-        if promises is not None and promises.backend != models["backend"]:
-            promises = None  # made for the local backend
-    if promises is not None and (calibration is not None or (expected is not None and expected.risk is not None)):
-        unnamed = draft is None and draft_urls  # until the handshake
-        promises.check(models | ({"draft": promises.models.get("draft")} if unnamed else {}))
-    if expected is not None:
-        check_servable(expected, promises, exact=isinstance(judge, LogprobReads))
-        resolve_risk(expected, promises)
-    wanted = {}
-    if not target_urls:
-        alone = adapter is None and min_p is None and draft is None and not draft_urls
-        options = stock_options(target) if alone else plain_options(target)
-        if isinstance(judge, LogprobReads):
-            options |= CACHED_READS
-        wanted["target"] = options | dict(target_options or {})
-    if draft is not None and not draft_urls and not local_draft:
-        wanted["draft"] = draft_server(draft) | dict(draft_options or {})
-    processes = launch(wanted, on_progress, {"target": api_key, "draft": draft_api_key}) if wanted else None
-    if processes is not None:
-        target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
-    failure: Callable[[], str | None] = (lambda: None) if processes is None else processes.failure
-    if patience_s is None:
-        patience_s = PATIENCE_S if processes is None else READY_S
-    targets = ReplicaPool("target", target_urls, Client(api_key), failure, patience_s)
-    drafts_here = isinstance(drafting, LanguageModel) or "draft" in wanted
-    share_cores = "target" in wanted and drafts_here and not torch.cuda.is_available()
-    drafts: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None = None
+    promises = _find_calibration(files, models, options)
+    if options.expected is not None:
+        check_servable(options.expected, promises, exact=isinstance(judge, LogprobReads))
+        resolve_risk(options.expected, promises)
+    missing = _servers_to_start(target, draft, drafting, judge, options)
+    keys = {"target": api_key, "draft": draft_api_key}
+    processes = launch(missing, options.on_progress, keys) if missing else None
+    targets, drafts = _replicas(options, processes, keys, served_draft)
+    drafter: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None = None
     if isinstance(drafting, LanguageModel):
-        drafts = InProcessDraft(drafting, share_cores), drafting
-    elif draft_urls:
-        client = Client(draft_api_key, key_hint=DRAFT_HINT)
-        identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
-        drafts = ReplicaPool("draft", draft_urls, client, failure, patience_s, identity), drafting
-    learnt = train_problems_of(target, None if served_draft else draft)
+        shares_cores = "target" in missing and not torch.cuda.is_available()
+        drafter = InProcessDraft(drafting, shares_cores), drafting
+    elif drafts is not None:
+        drafter = drafts, drafting
+    train_problems = train_problems_of(target, None if served_draft else draft)
     return Parts(
-        Target(language, targets, judge, cut_policy or own_cuts),
-        drafts,
+        Target(language, targets, judge, cut_policy),
+        drafter,
         models,
-        learnt if files is None else learnt | files.train_problems,
+        train_problems if files is None else train_problems | files.train_problems,
         promises,
         threshold,
         processes,
     )
+
+
+def _find_draft(draft: str | Path | None, options: ServerOptions) -> tuple[TokenizerSpec | None, str]:
+    """The draft model, a `LanguageModel` if this process runs it, and its name if only its server knows it."""
+    if draft is None:
+        return None, ""
+    in_process = options.local_draft
+    if in_process is None:
+        in_process = not options.draft_urls and not options.draft_options and _small_on_cpu(draft)
+    if in_process:
+        return load_language_model(draft, role="draft", template_options=options.template_options), ""
+    try:
+        return load_served_model(draft, role="draft", template_options=options.template_options), ""
+    except (OSError, ValueError):
+        if not options.draft_urls:
+            raise
+        return None, str(draft)
+
+
+def _judge_name(adapter: AdapterFiles | None, options: ServerOptions) -> str:
+    if adapter is not None:
+        return adapter.fingerprint
+    return "zero-shot" if options.min_p is None else MinPJudge.fingerprint
+
+
+def _find_calibration(
+    adapter: AdapterFiles | None, models: Mapping[str, Any], options: ServerOptions
+) -> Calibration | None:
+    """The given calibration, or the adapter's. Raises ValueError if a needed one holds for other models."""
+    promises = None
+    if options.calibration is not None:
+        promises = Calibration.load(options.calibration)
+    elif adapter is not None:
+        promises = shipped_calibration(adapter.folder)
+        if promises is not None and promises.backend != models["backend"]:
+            promises = None  # made for the local backend
+    needed = options.calibration is not None or (options.expected is not None and options.expected.risk is not None)
+    if promises is not None and needed:
+        unnamed = models["draft"] is None and options.draft_urls  # until the handshake
+        promises.check({**models, **({"draft": promises.models.get("draft")} if unnamed else {})})
+    return promises
+
+
+def _servers_to_start(
+    target: str | Path,
+    draft: str | Path | None,
+    drafting: TokenizerSpec | None,
+    judge: LogprobReads | ZeroShotRequests,
+    options: ServerOptions,
+) -> dict[str, dict[str, Any]]:
+    """vLLM's options of each model that has no address, by role."""
+    missing: dict[str, dict[str, Any]] = {}
+    if not options.target_urls:
+        reads = isinstance(judge, LogprobReads)
+        alone = not reads and draft is None and not options.draft_urls
+        own = stock_options(target) if alone else plain_options(target)
+        missing["target"] = own | (CACHED_READS if reads else {}) | dict(options.target_options or {})
+    if draft is not None and not options.draft_urls and not isinstance(drafting, LanguageModel):
+        missing["draft"] = draft_server(draft) | dict(options.draft_options or {})
+    return missing
+
+
+def _replicas(
+    options: ServerOptions, processes: Supervisor | None, keys: Mapping[str, str | None], served_draft: str
+) -> tuple[ReplicaPool, ReplicaPool | None]:
+    """The replicas of the target, and of the draft model if servers run it."""
+    target_urls, draft_urls = options.target_urls, options.draft_urls
+    shared: dict[str, Any] = {"patience_s": PATIENCE_S}
+    if processes is not None:
+        target_urls, draft_urls = target_urls or processes.urls("target"), draft_urls or processes.urls("draft")
+        shared = {"patience_s": READY_S, "failure": processes.failure}
+    if options.patience_s is not None:
+        shared["patience_s"] = options.patience_s
+    targets = ReplicaPool("target", target_urls, Client(keys["target"]), **shared)
+    if not draft_urls:
+        return targets, None
+    client = Client(keys["draft"], key_hint=DRAFT_HINT)
+    identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
+    return targets, ReplicaPool("draft", draft_urls, client, identity=identity, **shared)
 
 
 def check_servable(settings: GenerationSettings, calibration: Calibration | None, exact: bool) -> None:
