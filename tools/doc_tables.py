@@ -46,13 +46,13 @@ from parse_infer.suggest import suggestion
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
-    "qwen-coder-3850": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [GSM8K](docs/benchmarks.md#a-public-pair), own judge",
+    "qwen-coder-3850": "Qwen2.5-Coder 1.5B and 0.5B, untuned: [GSM8K](docs/results/qwen-coder.md#gsm8k), own judge",
     "qwen-coder-humaneval": "the same, transferred judge, which accepts nothing by default: HumanEval",
     "qwen-coder-mt-bench": "the same: MT-Bench",
     "spec-bench-qwen-coder": "the same: Spec-Bench",
-    "smollm2": "SmolLM2-135M and 5 M, tuned: [word problems](docs/benchmarks.md#the-smollm2-pair)",
-    "smollm2-h200": "the same on an [NVIDIA H200](docs/benchmarks.md#on-a-gpu)",
-    "embedded": "12 M and 2 M, trained here: [word problems](docs/benchmarks.md#the-embedded-pair)",
+    "smollm2": "SmolLM2-135M and 5 M, tuned: [word problems](docs/results/smollm2.md)",
+    "smollm2-h200": "the same on an [NVIDIA H200](docs/results/gpu.md)",
+    "embedded": "12 M and 2 M, trained here: [word problems](docs/results/embedded.md)",
 }
 _HEADLINE = (
     "models, problems",

@@ -1,7 +1,7 @@
 """CUDA graphs of short forwards: one launch instead of hundreds of kernels.
 
 On a GPU, Python takes several times as long to launch the kernels of one decode step as they take to run
-(docs/benchmarks.md, "On a GPU"). A graph replays them at once. It has fixed addresses and shapes: a chain is padded to
+(docs/results/gpu.md). A graph replays them at once. It has fixed addresses and shapes: a chain is padded to
 one of four lengths, and attention covers a fixed number of keys under a mask.
 
 float16 has no graphs: values that overflow would stay in the cache's memory, and a mask does not hide them.

@@ -193,7 +193,8 @@ def test_gpus_are_started_as_cpus_are_in_the_tests() -> None:
 
 
 def test_pages_and_recipes_name_plain_ddp_before_deepspeed() -> None:
-    for path in [REPOSITORY / "docs" / "training.md", *(REPOSITORY / "recipes" / "real").glob("*.yaml")]:
+    guide = REPOSITORY / "docs" / "guide" / "train-a-judge.md"
+    for path in [guide, *(REPOSITORY / "recipes" / "real").glob("*.yaml")]:
         text = path.read_text()
         ddp, zero = text.find("gpu-ddp.yaml"), text.find("gpu-deepspeed-zero2.yaml")
         assert zero < 0 or 0 <= ddp < zero, path
