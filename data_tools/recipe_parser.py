@@ -55,8 +55,8 @@ class RecipeParser(TrlParser):
 
     def _takes(self, action: argparse.Action, kind: type) -> bool:
         """Whether the type of the action's field allows a value of type `kind`."""
-        wanted = self.types.get(action.dest)
-        return any((get_origin(each) or each) is kind for each in (wanted, *get_args(wanted)))
+        hint = self.types.get(action.dest)
+        return any((get_origin(each) or each) is kind for each in (hint, *get_args(hint)))
 
     def known_keys(self) -> list[str]:
         return sorted({action.dest for action in self._actions} - {"help"})

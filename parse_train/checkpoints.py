@@ -58,20 +58,20 @@ class Start:
 
 def data_digest(examples: Iterable[Any]) -> str:
     """Identify training examples, which are dataclasses, by their content."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.update(value.numpy(force=True).tobytes())
+            digest.update(value.numpy(force=True).tobytes())
         elif is_dataclass(value):
             for name in fields(value):
                 add(getattr(value, name.name))
         else:
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())
 
     for example in examples:
         add(example)
-    return found.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def prepare(config: TrainingConfig, rows: int | None = None, data: str | None = None) -> Start:
@@ -178,15 +178,15 @@ def _weights(folder: Path) -> Path:
 
 
 def _find(config: TrainingConfig, recipe: dict[str, Any]) -> Start:
-    wanted = config.resume_from_checkpoint
-    if wanted == "restart":
+    requested = config.resume_from_checkpoint
+    if requested == "restart":
         return Start(recipe)
-    if wanted not in (None, "auto"):
-        named = Path(wanted)
+    if requested not in (None, "auto"):
+        named = Path(requested)
         if not named.is_dir():
-            raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {wanted}")
+            raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {requested}")
         if reason := incomplete(named):
-            raise ParseError(f"the checkpoint {wanted} cannot be resumed: {reason}; name an earlier checkpoint")
+            raise ParseError(f"the checkpoint {requested} cannot be resumed: {reason}; name an earlier checkpoint")
         return Start(recipe, named, _finished(named) and _difference(named, recipe) is None)
     complete = [folder for folder in checkpoints(str(config.output_dir)) if incomplete(folder) is None]
     if not complete:

@@ -80,14 +80,14 @@ def check_held_out(config: SelfGeneratedConfig) -> set[str]:
 
     Raises ValueError if the task has no validation problems, or most of them are training problems."""
     task = load_task(config.task, **config.task_options)
-    asked = [prompt_hash(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
-    if not asked:
+    held_out = [prompt_hash(p.prompt) for p in task.problems("validation", config.seed, config.n_eval_problems)]
+    if not held_out:
         raise ParseError(f"task {config.task} has no problem in its split validation")
     learnt = {prompt_hash(p.prompt) for p in task.problems("train", config.seed, config.n_problems)}
-    if (n := sum(each in learnt for each in asked)) > len(asked) / 2:  # a generator may repeat a problem
+    if (n := sum(each in learnt for each in held_out)) > len(held_out) / 2:  # a generator may repeat a problem
         raise ParseError(
-            f"{n} of {len(asked)} validation problems of task {config.task} are training problems: assign each row to "
-            "a split with the key split (train, validation)"
+            f"{n} of {len(held_out)} validation problems of task {config.task} are training problems: assign each "
+            "row to a split with the key split (train, validation)"
         )
     return learnt
 
@@ -154,8 +154,8 @@ def _answer(
     what = f"{lm.name} answers {answers.split} problems"
     for group in track(missing, what, disable=not processes.is_main_process):
         rows = []
-        asked = [problems[i] for i in group]
-        for problem, drafts in zip(asked, run_sync(sampler.sample(asked)), strict=True):
+        batch = [problems[i] for i in group]
+        for problem, drafts in zip(batch, run_sync(sampler.sample(batch)), strict=True):
             prompt = render(lm, problem)
             rows.append({"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)})
         answers.write(group, rows)

@@ -49,10 +49,10 @@ class KLJudge:
         """Whether the draft model's vocabulary and window hold the draft with its prompt."""
         read = example.draft_ids[:-1]  # the prediction after the last token is not needed
         try:
-            room = self.draft.window - len(self.draft.render(example.prompt))
+            remaining = self.draft.window - len(self.draft.render(example.prompt))
         except ValueError:
             return False
-        return len(read) <= room and all(token in self._draft_ids for token in read)
+        return len(read) <= remaining and all(token in self._draft_ids for token in read)
 
     @torch.inference_mode()
     def score(self, example: ValidityExample, before: Tensor) -> dict[str, list[float]]:

@@ -36,21 +36,21 @@ def held_out(data: Sequence[str], learnt: frozenset[str]) -> list[ReadDraft]:
     drafts: dict[str, ReadDraft] = {}
     for draft in (draft for folder in data for draft in read_drafts(folder)):
         row = draft.row
-        if row.labels and (row.cuts or [0])[-1] == len(draft.found.ids) and prompt_hash(row.prompt) not in learnt:
+        if row.labels and (row.cuts or [0])[-1] == len(draft.logprobs.ids) and prompt_hash(row.prompt) not in learnt:
             drafts.setdefault(row.problem, draft)
     return list(drafts.values())
 
 
 def join(drafts: Sequence[ReadDraft], k: int) -> TokenLogprobs:
     """Return the drafts as one text with k first choices, without their last tokens, which end an answer."""
-    parts = [(d.ids, d.own, d.top_ids[:, :k], d.top[:, :k]) for d in (draft.found for draft in drafts)]
+    parts = [(d.ids, d.own, d.top_ids[:, :k], d.top[:, :k]) for d in (draft.logprobs for draft in drafts)]
     return TokenLogprobs(*(torch.cat([each[:-1] for each in column]) for column in zip(*parts, strict=True)))
 
 
 def validities(judge: LogprobJudge, config: ValidityConfig, drafts: Sequence[ReadDraft]) -> list[float]:
     """Return the validity of the first, the first two, … of the joined drafts."""
     logits = judge.score(join(drafts, judge.k), Carried(usual=True)).logits
-    ends = torch.tensor([len(draft.found.ids) - 1 for draft in drafts]).cumsum(0)
+    ends = torch.tensor([len(draft.logprobs.ids) - 1 for draft in drafts]).cumsum(0)
     return config.validity(logits[ends - 1]).tolist()
 
 
@@ -59,12 +59,12 @@ def measure(judge: LogprobJudge, config: ValidityConfig, drafts: Sequence[ReadDr
     same of right texts, and of the texts above `LIKELY` their number, mean validity and share of right ones."""
     rng = random.Random(0)
     chosen = [rng.sample(list(drafts), JOINED[-1]) for _ in range(texts)]
-    found = [validities(judge, config, some) for some in chosen]
+    scores = [validities(judge, config, some) for some in chosen]
     rows = []
     for n in JOINED:
         right = [all(all(draft.row.labels) for draft in some[:n]) for some in chosen]
-        valid = [each[n - 1] for each in found]
-        tokens = sum(len(draft.found.ids) - 1 for some in chosen for draft in some[:n]) / texts
+        valid = [each[n - 1] for each in scores]
+        tokens = sum(len(draft.logprobs.ids) - 1 for some in chosen for draft in some[:n]) / texts
         of_right = [v for v, ok in zip(valid, right, strict=True) if ok]
         likely = [(v, ok) for v, ok in zip(valid, right, strict=True) if v > LIKELY]
         shares = [_percent(values) for values in (right, valid, of_right)]

@@ -38,19 +38,19 @@ def prompts(n: int) -> list[Any]:
 
 def cpu(engine: ParseEngine) -> str:
     engine.backend.parallel = 8
-    asked = prompts(200)  # before the timing, because generating prompts is slow
-    list(engine.collect([engine.events(p) for p in asked[:40]]))
+    sent = prompts(200)  # before the timing, because generating prompts is slow
+    list(engine.collect([engine.events(p) for p in sent[:40]]))
     engine.clear_caches()
     start = time.thread_time()
-    list(engine.collect([engine.events(p) for p in asked]))
+    list(engine.collect([engine.events(p) for p in sent]))
     seconds = time.thread_time() - start
-    return f"{1000 * seconds / len(asked):.2f} ms of CPU time per request"
+    return f"{1000 * seconds / len(sent):.2f} ms of CPU time per request"
 
 
 def killed(engine: ParseEngine) -> str:
     engine.backend.parallel = 32
-    asked = prompts(200)
-    wanted = [g.token_ids for g in engine.collect([engine.events(p) for p in asked])]
+    sent = prompts(200)
+    expected = [g.token_ids for g in engine.collect([engine.events(p) for p in sent])]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = engine.backend.processes.members
 
@@ -64,30 +64,30 @@ def killed(engine: ParseEngine) -> str:
     found: list[Generation] = []
     lost = ""
     try:
-        for generation in engine.collect([engine.events(p) for p in asked * 5]):
+        for generation in engine.collect([engine.events(p) for p in sent * 5]):
             found.append(generation)
     except OSError as error:
         lost = f"; then: {error}"
     killer.join()
-    wrong = sum(g.token_ids != wanted[n % len(wanted)] for n, g in enumerate(found))
+    wrong = sum(g.token_ids != expected[n % len(expected)] for n, g in enumerate(found))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     alive = sum(process.alive for process in processes)
     return (
-        f"{len(found)} of {5 * len(asked)} answers, {wrong} wrong, {alive} of {len(processes)} servers up, "
+        f"{len(found)} of {5 * len(sent)} answers, {wrong} wrong, {alive} of {len(processes)} servers up, "
         f"peak memory {before // 1024} MB before, {after // 1024} MB after{lost}"
     )
 
 
-def useless(engine: ParseEngine, asked: Sequence[Any]) -> str:
+def useless(engine: ParseEngine, sent: Sequence[Any]) -> str:
     assert engine.draft is not None
-    asked = [prompt for prompt in asked if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
+    sent = [prompt for prompt in sent if len(engine.draft.tokenizer.encode(str(prompt))) < engine.draft.window // 2]
     settings = GenerationSettings(96, adaptive=True)
 
     def speed(n: int, alone: bool) -> str:
         engine.clear_caches()
         engine.backend.parallel = n
         start = time.perf_counter()
-        found = list(engine.collect([engine.events(p, settings, alone=alone) for p in asked[:64]]))
+        found = list(engine.collect([engine.events(p, settings, alone=alone) for p in sent[:64]]))
         seconds = time.perf_counter() - start
         drafted = sum(g.stats.rounds > 0 for g in found)
         return f"{sum(len(g.token_ids) for g in found) / seconds:.0f}" + f" ({drafted} drafts)" * (not alone)
@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> None:
         file = "".join(words[words.index("useless") + 1 :][:1])
         try:
             task = load_task("jsonl", path=file, check_with="none")
-            rows["useless"] = partial(useless, asked=[problem.prompt for problem in task.problems("test")])
+            rows["useless"] = partial(useless, sent=[problem.prompt for problem in task.problems("test")])
         except (OSError, ValueError) as error:
             sys.exit(f"useless: {error}")
     target = PAIR_NAMES[pair]

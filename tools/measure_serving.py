@@ -73,26 +73,26 @@ def metric(url: str, name: str) -> float:
 
 
 def identical() -> str:
-    asked = prompts(100)
+    sent = prompts(100)
     engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter", device="cpu", dtype="float32")
-    own = [engine.generate(prompt, max_new_tokens=TOKENS).text for prompt in asked]
+    own = [engine.generate(prompt, max_new_tokens=TOKENS).text for prompt in sent]
     same = {}
     with server("--device", "cpu", "--dtype", "float32") as (url, _):
         for clients in (1, 16):
             for stream in (False, True):
                 with ThreadPoolExecutor(clients) as pool:
-                    texts = list(pool.map(lambda prompt, stream=stream: ask(url, prompt, stream), asked))
+                    texts = list(pool.map(lambda prompt, stream=stream: ask(url, prompt, stream), sent))
                 same[f"{clients} clients, stream {stream}"] = sum(a == b for a, b in zip(texts, own, strict=True))
-    return f"of {len(asked)} texts the same: {same}"
+    return f"of {len(sent)} texts the same: {same}"
 
 
 def latency() -> str:
     """Measure the engine before the server starts, because idle server threads would slow down the engine."""
     engine = ParseEngine.from_pretrained("zoo:target", "zoo:draft", "zoo:adapter")
-    asked = prompts(105)
-    own = [seconds(lambda prompt=prompt: engine.generate(prompt, max_new_tokens=TOKENS)) for prompt in asked]
+    sent = prompts(105)
+    own = [seconds(lambda prompt=prompt: engine.generate(prompt, max_new_tokens=TOKENS)) for prompt in sent]
     with server() as (url, _), httpx.Client(timeout=600) as client:
-        bodies = [{"messages": messages(prompt), "max_tokens": TOKENS} for prompt in asked]
+        bodies = [{"messages": messages(prompt), "max_tokens": TOKENS} for prompt in sent]
         served = [seconds(lambda body=body: client.post(url + CHAT, json=body).json()) for body in bodies]
     added = sorted(1000 * (b - a) for a, b in zip(own[5:], served[5:], strict=True))
     return f"added: median {added[50]:.2f} ms, quartiles {added[25]:.2f} to {added[75]:.2f} ms"
@@ -128,14 +128,14 @@ def bad() -> str:
 
 def leaving() -> str:
     def leave(i: int) -> None:
-        body = {"messages": messages(asked[i % len(asked)]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
+        body = {"messages": messages(sent[i % len(sent)]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
         try:
             with httpx.stream("POST", url + CHAT, json=body, timeout=600 if i % 10 == 0 else 0.5) as response:
                 next(response.iter_lines())
         except httpx.TimeoutException:
             pass
 
-    asked = prompts(20)
+    sent = prompts(20)
     with server() as (url, _):
         with ThreadPoolExecutor(50) as pool:
             list(pool.map(leave, range(200)))
@@ -143,7 +143,7 @@ def leaving() -> str:
         while metric(url, "parse_answers_running") + metric(url, "parse_answers_waiting"):
             time.sleep(0.01)
         seconds = time.perf_counter() - begin
-        text = ask(url, asked[0])
+        text = ask(url, sent[0])
     return f"idle {seconds:.2f} s after the last of 200 clients left; then an answer of {len(text)} characters"
 
 
@@ -151,7 +151,7 @@ def signal() -> str:
     ends: Counter[str] = Counter()
 
     def load(i: int) -> None:
-        body = {"messages": messages(asked[i]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
+        body = {"messages": messages(sent[i]), "stream": i % 2 == 0, "parse": {"mode": "target"}}
         try:
             text = httpx.post(url + CHAT, json=body, timeout=600).text
             ends["error" if '"stopping"' in text else "answer" if '"finish_reason":"' in text else "neither"] += 1
@@ -160,12 +160,12 @@ def signal() -> str:
         except httpx.HTTPError:
             ends["broken"] += 1
 
-    asked, grace = prompts(40), 2
+    sent, grace = prompts(40), 2
     with server("--grace", str(grace)) as (url, process):
-        threads = [threading.Thread(target=load, args=(i,)) for i in range(len(asked))]
+        threads = [threading.Thread(target=load, args=(i,)) for i in range(len(sent))]
         for thread in threads:
             thread.start()
-        while metric(url, "parse_answers_waiting") < len(asked) - 10:
+        while metric(url, "parse_answers_waiting") < len(sent) - 10:
             time.sleep(0.01)
         process.terminate()
         begin = time.perf_counter()

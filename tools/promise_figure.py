@@ -18,9 +18,9 @@ def block_tokens(row: dict[str, Any]) -> str:
 def draw_promises(results: dict[str, Any], path: Path) -> None:
     """Write a PNG: realised loss against the promised risk (bars: middle 90 % of the halves), and the speed-up."""
     rows = results["rows"]
-    most = 100 * max(row["risk"] for row in rows)
+    largest = 100 * max(row["risk"] for row in rows)
     with plot(path, results, columns=2) as (left, right):
-        left.plot([0, most], [0, most], "--", color="#777777", linewidth=1, label="as promised")
+        left.plot([0, largest], [0, largest], "--", color="#777777", linewidth=1, label="as promised")
         lengths = list(dict.fromkeys(block_tokens(row) for row in rows if row["shown"] > 0))
         for number, (length, colour) in enumerate(zip(lengths, _COLOURS, strict=False)):
             own = [row for row in rows if block_tokens(row) == length and row["shown"] > 0]

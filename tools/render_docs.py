@@ -52,11 +52,11 @@ def update(root: Path, write: bool = True) -> list[str]:
         if not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")
-        wanted, figures = _rewritten(text, root, path.relative_to(root).as_posix())
-        if wanted != text:
+        updated, figures = _rewritten(text, root, path.relative_to(root).as_posix())
+        if updated != text:
             stale.append(path.relative_to(root).as_posix())
             if write:
-                write_text(path, wanted)
+                write_text(path, updated)
         for source, picture in figures:
             results = read_results(root / source, needed=("environment",))
             if drawn_from(root / picture) != digest(results):

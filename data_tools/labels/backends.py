@@ -94,7 +94,7 @@ class LocalWriter:
 
     @torch.inference_mode()
     def read(self, drafts: Sequence[tuple[list[int], list[int]]], k: int) -> list[TokenLogprobs]:
-        model, found = self.model.model, {}
+        model, reads = self.model.model, {}
         output, device = output_layer(model), model.device
         order = sorted(range(len(drafts)), key=lambda i: sum(map(len, drafts[i])))  # little padding
         for start in range(0, len(order), self.read_batch):
@@ -108,8 +108,8 @@ class LocalWriter:
             for row, i in zip(states, some, strict=True):
                 context, draft = drafts[i]
                 before = row[len(context) - 1 : len(context) - 1 + len(draft)]
-                found[i] = read_logprobs(before, torch.tensor(draft, device=device), output, k)
-        return [found[i] for i in range(len(drafts))]
+                reads[i] = read_logprobs(before, torch.tensor(draft, device=device), output, k)
+        return [reads[i] for i in range(len(drafts))]
 
     def describe_reads(self) -> dict[str, Any]:
         model = self.model.model

@@ -160,9 +160,9 @@ def _check_same_problems(groups: GroupFolder, group: range, problems: Sequence[P
     Args:
         by_reference: compare references too, which are the task's own.
     """
-    asked = [(problem.id, problem.prompt, problem.reference if by_reference else None) for problem in problems]
+    known = [(problem.id, problem.prompt, problem.reference if by_reference else None) for problem in problems]
     for row in groups.rows(group.start):
-        if (row.get("problem_id"), row.get("prompt"), row.get("reference") if by_reference else None) not in asked:
+        if (row.get("problem_id"), row.get("prompt"), row.get("reference") if by_reference else None) not in known:
             raise ParseError(
                 f"{groups.folder} was begun with other problems ({row.get('problem_id')!r} was changed or removed): "
                 "choose another output_dir"

@@ -296,9 +296,9 @@ class BuildConfig:
             return GreedyRule(prompt)
         return SequentialTest(prompt, self.margin, self.max_label_error, self.rollouts, self.max_rollouts)
 
-    def _check(self, key: str, fine: bool, wanted: str) -> None:
+    def _check(self, key: str, fine: bool, requirement: str) -> None:
         if not fine:
-            raise ParseError(f"{key} is {getattr(self, key)}; it must be {wanted}")
+            raise ParseError(f"{key} is {getattr(self, key)}; it must be {requirement}")
 
     @property
     def draft_sampling(self) -> list[Sampling]:

@@ -68,23 +68,23 @@ class DraftSampler:
         """
         prompts = [render(self.draft, problem) for problem in problems]
         contexts = self.decoder.prefill(prompts)
-        rows, target_room = [], []
+        rows, target_limits = [], []
         for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
-            room = min(self.max_new_tokens, self.draft.window - len(prompt))
-            target_room.append(self.target.window - len(render(self.target, problem)))
+            limit = min(self.max_new_tokens, self.draft.window - len(prompt))
+            target_limits.append(self.target.window - len(render(self.target, problem)))
             for j, setting in enumerate(self.settings):
                 seed = seed_of(self.seed, problem.id, "draft", j)
                 sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, seed)
-                rows.append(BatchRow(i, len(prompt), room, sampling))
+                rows.append(BatchRow(i, len(prompt), limit, sampling))
         drafts: list[list[SampledDraft]] = [[] for _ in problems]
         for row, written in zip(rows, await self.decoder.write(contexts, rows), strict=True):
-            ids, finished = self._in_target_tokens(written, target_room[row.context])
+            ids, finished = self._in_target_tokens(written, target_limits[row.context])
             if ids:
                 drafts[row.context].append(SampledDraft(ids, finished, row.sampling))
         return [distinct(of_problem) for of_problem in drafts]
 
-    def _in_target_tokens(self, ids: list[int], room: int) -> tuple[list[int], bool]:
-        """Return at most `room` target tokens of the draft, and whether they end with the target's end token."""
+    def _in_target_tokens(self, ids: list[int], limit: int) -> tuple[list[int], bool]:
+        """Return at most `limit` target tokens of the draft, and whether they end with the target's end token."""
         ended = bool(ids) and ids[-1] in self.decoder.eos_ids
         body = ids[:-1] if ended else ids
         if not self.shares_tokens:
@@ -93,9 +93,9 @@ class DraftSampler:
         # An untrained draft model may write ids of padding embeddings that the target does not have.
         usable = next((i for i, token in enumerate(body) if token >= self.target.n_embeddings), len(body))
         end = self.target.end_token
-        if ended and end is not None and usable == len(body) < room:
+        if ended and end is not None and usable == len(body) < limit:
             return [*body, end], True
-        return body[: min(usable, room)], False
+        return body[: min(usable, limit)], False
 
 
 def distinct(drafts: Sequence[SampledDraft]) -> list[SampledDraft]:

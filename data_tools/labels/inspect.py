@@ -72,13 +72,13 @@ def position_bars(summary: Summary) -> list[tuple[str, int]]:
     return [(f"{width * i}-{width * (i + 1)} %", count) for i, count in enumerate(summary.error_position)]
 
 
-def segment_bars(summary: Summary, most: int = 12) -> list[tuple[str, int]]:
-    """Count drafts by their first invalid segment, numbered from 1. The last bar counts all segments after `most`."""
+def segment_bars(summary: Summary, limit: int = 12) -> list[tuple[str, int]]:
+    """Count drafts by their first invalid segment, numbered from 1. The last bar counts all segments after `limit`."""
     last = max(summary.error_segment, default=-1)
-    bars = [(str(k + 1), summary.error_segment[k]) for k in range(min(last + 1, most))]
-    if last >= most:
-        beyond = sum(count for k, count in summary.error_segment.items() if k >= most)
-        bars.append((f"{most + 1}-{last + 1}", beyond))
+    bars = [(str(k + 1), summary.error_segment[k]) for k in range(min(last + 1, limit))]
+    if last >= limit:
+        beyond = sum(count for k, count in summary.error_segment.items() if k >= limit)
+        bars.append((f"{limit + 1}-{last + 1}", beyond))
     return bars
 
 

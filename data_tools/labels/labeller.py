@@ -177,10 +177,10 @@ class Labeller:
 
     async def _search(self, open_cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
         rollouts.add_drafts([(case.problem, case.open_ids) for case in open_cases])
-        while wanted := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
-            self.activity(f"{len(wanted)} prefixes")
-            found = await rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in wanted])
-            for (i, k, _), tally in zip(wanted, found, strict=True):
+        while pending := [(i, *each) for i, case in enumerate(open_cases) for each in case.search.pending()]:
+            self.activity(f"{len(pending)} prefixes")
+            tallies = await rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in pending])
+            for (i, k, _), tally in zip(pending, tallies, strict=True):
                 open_cases[i].search.record(k, tally)
         await self._search_by_token(open_cases, rollouts)
 
@@ -188,10 +188,10 @@ class Labeller:
         for case in cases:
             case.refine(self.config.label_rule(rollouts.prompts[case.problem]))
         searches = [(i, case, case.by_token) for i, case in enumerate(cases) if case.by_token is not None]
-        while wanted := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
-            self.activity(f"{len(wanted)} tokens")
-            places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in wanted]
-            for (_, _, search, k, _), tally in zip(wanted, await rollouts.tallies(places), strict=True):
+        while pending := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
+            self.activity(f"{len(pending)} tokens")
+            places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in pending]
+            for (_, _, search, k, _), tally in zip(pending, await rollouts.tallies(places), strict=True):
                 search.record(k, tally)
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:

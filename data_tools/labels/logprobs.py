@@ -42,7 +42,7 @@ class ReadDraft:
     """A labelled draft with its target tokens, and the target's log-probabilities of them."""
 
     row: LabelledDraft
-    found: TokenLogprobs
+    logprobs: TokenLogprobs
 
 
 def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
@@ -81,13 +81,13 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
         drafts = [(target.model.render(row.prompt), row.draft_ids or []) for row in rows]
         labelled = [i for i, (_, draft) in enumerate(drafts) if draft]
         empty = torch.empty(0)
-        found = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
+        logprobs = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
         for i, one in zip(labelled, target.read([drafts[i] for i in labelled], k) if labelled else (), strict=True):
-            found[i] = one
+            logprobs[i] = one
         columns = {
-            "logprob": [one.own.numpy(force=True) for one in found],
-            "top_ids": [one.top_ids.flatten().numpy(force=True) for one in found],
-            "top_logprobs": [one.top.flatten().numpy(force=True) for one in found],
+            "logprob": [one.own.numpy(force=True) for one in logprobs],
+            "top_ids": [one.top_ids.flatten().numpy(force=True) for one in logprobs],
+            "top_logprobs": [one.top.flatten().numpy(force=True) for one in logprobs],
         }
         with atomic_write(reads_of(file)) as beside:
             pyarrow.parquet.write_table(pyarrow.table(columns, schema=_SCHEMA), beside)
@@ -118,8 +118,8 @@ def read_drafts(source: str | Path) -> Iterator[ReadDraft]:
             if len(ids):
                 values = (torch.tensor(part.values.to_numpy()) for part in (own, top_ids, top))
                 log_probability, chosen, best = values
-                found = TokenLogprobs(ids, log_probability, chosen.long().reshape(-1, k), best.reshape(-1, k))
-                yield ReadDraft(row, found)
+                logprobs = TokenLogprobs(ids, log_probability, chosen.long().reshape(-1, k), best.reshape(-1, k))
+                yield ReadDraft(row, logprobs)
 
 
 def read_info(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def run_plan(config: BuildConfig, limit: int) -> BuildPlan:
     summary = build(replace(config, limit=limit, logprobs=config.logprobs or FIRST_CHOICES))
     after = GroupFolder(config.output_dir, config.split)
     rows = lowest_temperature(read_rows(after.folder))
-    matches = {read.row.where: int(read.found.is_greedy_choice.sum()) for read in read_drafts(after.folder)}
+    matches = {read.row.where: int(read.logprobs.is_greedy_choice.sum()) for read in read_drafts(after.folder)}
     draft = next((row for row in rows if row.draft_ids), None)
     if draft is None:
         raise ParseError(

@@ -102,8 +102,8 @@ class PrefixRollouts:
         missing: dict[_Prefix, tuple[int, int, int]] = {}
         for place, key in zip(places, keys, strict=True):
             known = len(self._right.get(key, ()))
-            most = missing[key][2] if key in missing else known
-            if place.rollouts > most and not self._on_known_path(key):
+            requested = missing[key][2] if key in missing else known
+            if place.rollouts > requested and not self._on_known_path(key):
                 missing[key] = (place.draft, len(self._prompts.ids[key[0]]) + place.length, place.rollouts)
         self._check(await self._decode(missing))
         return [self._tally(key, place.rollouts) for place, key in zip(places, keys, strict=True)]
@@ -125,18 +125,18 @@ class PrefixRollouts:
                 return True
         return False
 
-    async def _decode(self, wanted: Mapping[_Prefix, tuple[int, int, int]]) -> list[tuple[_Prefix, list[int]]]:
+    async def _decode(self, missing: Mapping[_Prefix, tuple[int, int, int]]) -> list[tuple[_Prefix, list[int]]]:
         """Decode missing rollouts of prefixes: {prefix: (context, its length in context tokens, total rollouts)}.
 
         Return each prefix with an answer, the tokens of prefix and rollout."""
         rows, owners = [], []
-        for key, (context, length, rollouts) in wanted.items():
+        for key, (context, length, rollouts) in missing.items():
             problem, prefix = key
-            room = max(0, min(self.max_new_tokens, self.target.window - length))
+            limit = max(0, min(self.max_new_tokens, self.target.window - length))
             for repeat in range(len(self._right.get(key, ())), rollouts):
                 seed = seed_of(self.seed, self.problems[problem].id, "rollout", *prefix, "repeat", repeat)
                 sampling = Sampling(self.sampling.temperature, self.sampling.top_p, self.sampling.top_k, seed)
-                rows.append(BatchRow(context, length, room, sampling))
+                rows.append(BatchRow(context, length, limit, sampling))
                 owners.append(key)
         written = await self.decoder.write(self._contexts, rows)
         return [(key, [*key[1], *ids]) for key, ids in zip(owners, written, strict=True)]
@@ -160,10 +160,10 @@ def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequen
     """Whether these target tokens contain a right answer; None without an end token, as their budget cut them off."""
     if (text := finished_text(target, answer)) is None:
         return None
-    found = task.check(problem, text)
-    if found is None:
+    right = task.check(problem, text)
+    if right is None:
         raise ParseError(
             f"task {task.name} cannot check the answer to problem {problem.id} (check_with none?): labels need "
             "references, or the recipe key check_with: own_answer"
         )
-    return found
+    return right

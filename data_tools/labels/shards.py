@@ -170,8 +170,8 @@ class GroupFolder:
 
     def _groups(self) -> Iterator[range]:
         for path in _groups_of(self.folder):
-            if found := re.fullmatch(rf"{re.escape(self.split)}-(\d+)-(\d+)", path.stem):
-                yield range(int(found[1]), int(found[2]))
+            if match := re.fullmatch(rf"{re.escape(self.split)}-(\d+)-(\d+)", path.stem):
+                yield range(int(match[1]), int(match[2]))
 
     def _remove_shorter(self) -> None:
         """Delete the shorter of two files with the same start, which a raised limit leaves behind."""
@@ -195,8 +195,8 @@ def _groups_of(folder: Path) -> Iterator[Path]:
 def rollout_counts(folder: Path) -> RolloutCounts:
     """Sum the counts of the finished groups in a folder; zero for other folders."""
     files = [folder / ".build" / f"{group.stem}.json" for group in _groups_of(folder)]
-    found = [RolloutCounts(**read_json(file, "delete the file")) for file in files if file.is_file()]
-    return sum(found, NO_ROLLOUTS)
+    counts = [RolloutCounts(**read_json(file, "delete the file")) for file in files if file.is_file()]
+    return sum(counts, NO_ROLLOUTS)
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:

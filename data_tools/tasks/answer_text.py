@@ -58,9 +58,9 @@ def clean(answer: str, sentence: bool = False) -> str:
         sentence: the answer is the end of a sentence, whose exclamation mark is no factorial.
     """
     text = _TAG.sub(" ", answer.translate(_SIGNS))
-    text = _CONTINENTAL.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
+    text = _CONTINENTAL.sub(lambda match: match[0].replace(".", "").replace(",", "."), text)
     sentence = sentence and not re.search(r"!\s*(?:\$|\\[)\]])|(?:\d|\b[a-z]|\))!\.", text)
-    text = _FRACTION.sub(lambda found: f"{found[1]} {_FRACTIONS[found[2]]}".lstrip(), text)
+    text = _FRACTION.sub(lambda match: f"{match[1]} {_FRACTIONS[match[2]]}".lstrip(), text)
     text = re.sub(r"(\d)⁄(\d)", r"\1/\2", text)
     text = _without_delimiters(text)
     for pattern, plain in _REWRITES:
@@ -71,14 +71,14 @@ def clean(answer: str, sentence: bool = False) -> str:
     for _ in range(3):
         text = _EMPHASIS.sub(r"\2", text)
     text = _without_end(text, sentence)
-    return _THOUSANDS.sub(lambda found: re.sub(r"[ ,'_]", "", found[0]), text)
+    return _THOUSANDS.sub(lambda match: re.sub(r"[ ,'_]", "", match[0]), text)
 
 
 def _without_delimiters(text: str) -> str:
     r"""Remove `$`, `\(` and `\[` around mathematics."""
     text = re.sub(r"(?<!\\)\\[()\[\]]|\$\$", " ", text).replace("\\$", "\0")
     dollars = list(re.finditer(r"\$", text))
-    amounts = [found for found in dollars if re.match(r"\s*[-+]?\.?\d", text[found.end() :])]
+    amounts = [match for match in dollars if re.match(r"\s*[-+]?\.?\d", text[match.end() :])]
     if len(amounts) < len(dollars) or (len(dollars) % 2 == 0 and re.search(r"\$\S+\$\S", text)):
         text = text.replace("$", " ")  # they come in pairs
     return text.replace("\0", "$")

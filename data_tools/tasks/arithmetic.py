@@ -71,7 +71,7 @@ _MAX_BITS = 4096
 
 def plain_terms(text: str) -> str:
     """Rewrite fractions, powers, signs and words of scale in a cleaned answer with `+ - * / ^ < = ±`."""
-    text = _SUPERSCRIPTS.sub(lambda found: f"^({found[0].translate(_DIGITS)})", text)
+    text = _SUPERSCRIPTS.sub(lambda match: f"^({match[0].translate(_DIGITS)})", text)
     for _ in range(4):  # nested
         text = _POWER.sub(r"^(\1)", text)
     for pattern, plain in _REWRITES:
@@ -79,20 +79,20 @@ def plain_terms(text: str) -> str:
     for _ in range(4):
         text = _FRACTION.sub(r"((\1)/(\2))", text)
     for _ in range(3):  # hundred thousand
-        text = _SCALED.sub(lambda found: f"*10^{_scale(found)}", text)
+        text = _SCALED.sub(lambda match: f"*10^{_scale(match)}", text)
     return text
 
 
-def _scale(found: re.Match[str]) -> int:
-    return _SCALES[found[1].lower()] if found[1] else _SCALE_LETTERS[found[2]]
+def _scale(match: re.Match[str]) -> int:
+    return _SCALES[match[1].lower()] if match[1] else _SCALE_LETTERS[match[2]]
 
 
 def term_value(term: str) -> Fraction | None:
     """Return the exact value of a term of numbers; None for one that is not complete, or too large to work out."""
     numbers: list[str] = []
 
-    def name(found: re.Match[str]) -> str:
-        numbers.append(found[0])
+    def name(match: re.Match[str]) -> str:
+        numbers.append(match[0])
         return f"n{len(numbers) - 1}"
 
     source = re.sub(_NUMBER, name, term).replace("^", "**").replace("--", "- -")

@@ -83,11 +83,11 @@ def stated_letter(completion: str) -> str | None:
     answer = final_answer(completion)
     if answer.mark != "none":
         text = _text(answer.text)
-        if found := _leading(text, cued=True) or _restated(text):
-            return _single(found)
+        if letters := _leading(text, cued=True) or _restated(text):
+            return _single(letters)
     text = _text(completion)
-    if found := _last_cued(text, _STRONG, small=True) or _last_cued(text, _WEAK, small=False):
-        return _single(found)
+    if letters := _last_cued(text, _STRONG, small=True) or _last_cued(text, _WEAK, small=False):
+        return _single(letters)
     if answer.mark in ("hashes", "box"):
         return None
     lines = [line for line in text.split("\n") if line]
@@ -132,24 +132,24 @@ def _restated(text: str) -> str:
 def _last_cued(text: str, cue: re.Pattern[str], small: bool) -> str:
     """Return the letters after the last cue that has some behind it."""
     cues = [one for one in cue.finditer(text) if not _UNSURE.search(text[max(0, one.end() - _NEAR) : one.end()])]
-    found = [(one.end(), _letters(text[one.end() :], small)) for one in cues]
+    candidates = [(one.end(), _letters(text[one.end() :], small)) for one in cues]
     if cue is _STRONG:
         before = ((one, text[max(0, one.start() - _NEAR) : one.start()]) for one in _VERDICT.finditer(text))
         verdicts = [one for one, near in before if not (_DOUBT.search(near) or _UNSURE.search(near))]
-        found += [
+        candidates += [
             (one.end(), one["letter"]) for one in verdicts if one["letter"].isupper() or text[one.start()] in "(["
         ]
-    return max((one for one in found if one[1]), default=(0, ""))[1].upper()
+    return max((one for one in candidates if one[1]), default=(0, ""))[1].upper()
 
 
 def _letters(text: str, small: bool, cued: bool = False) -> str:
     """Return the letter at the start, and a rival directly behind it; after a cue any capital but A and I decides."""
     text = _NOT_BUT.sub("", text, count=1) if _NOT_BUT.match(text) else text
-    found = _LETTER.match(text)
-    if not found or _DENIED.match(text, found.end()):
+    match = _LETTER.match(text)
+    if not match or _DENIED.match(text, match.end()):
         return ""
-    letter, rest = found["inside"] or found["bare"], text[found.end() :]
-    if found["bare"]:
+    letter, rest = match["inside"] or match["bare"], text[match.end() :]
+    if match["bare"]:
         if letter.islower() and not (small and _FORM.match(rest)):
             return ""
         if not _FOLLOWS.match(rest) and (letter in "AI" or not (cued or _TITLE_FOLLOWS.match(rest))):

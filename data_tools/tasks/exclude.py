@@ -56,13 +56,13 @@ class WithoutPrompts:
         """Return the next problem that is not excluded, or None at the end.
 
         Raises ValueError where a task without end repeats excluded problems only."""
-        most = 2 * len(self.excluded) + _SPARE
+        limit = 2 * len(self.excluded) + _SPARE
         with closing(reading(source, f"reading problems of task {self.name} to leave out")) as problems:
             for n, problem in enumerate(problems):
                 if prompt_hash(problem.prompt) not in self.excluded:
                     return problem
                 self.left_out += 1
-                if n > most:
+                if n > limit:
                     raise ParseError(
                         f"the last {n:,} problems of task {self.name} are all excluded, as training problems of a "
                         "model or by the option exclude: choose another seed, or a task with more problems"

@@ -66,20 +66,20 @@ def same_expression(reference: str, completion: str) -> bool:
     that take longer count as different. Raises ValueError without the package math-verify.
     """
     require_math_verify()
-    wanted, answer = _stated(reference), _stated(completion)
-    one, other = clean(wanted.text), clean(answer.text)
+    expected, answer = _stated(reference), _stated(completion)
+    one, other = clean(expected.text), clean(answer.text)
     if not one or not other:
         return False
     if one == other or one.replace(" ", "") == other.replace(" ", ""):
         return True
-    first = read_quantity(wanted)
+    first = read_quantity(expected)
     second = stated_quantity(completion) if answer.mark == "none" else read_quantity(answer)
     if first and second and first.value is not None and second.value is not None:
         return same_quantity(first, second)
     letters = [re.fullmatch(r"\(?([A-Z])\)?", text) for text in (one, other)]
     if letters[0] and letters[1]:
         return letters[0][1] == letters[1][1]
-    if _are_words(wanted.text, one) or _are_words(answer.text, other):
+    if _are_words(expected.text, one) or _are_words(answer.text, other):
         return one.casefold() == other.casefold()
     bases = [re.search(r"(?<=\d)_\{?(\d+)\}?$", text) for text in (one, other)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # math-verify ignores them

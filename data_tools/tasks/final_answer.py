@@ -65,9 +65,9 @@ def final_answer(completion: str, topics: bool = True) -> FinalAnswer:
     marked: list[tuple[int, FinalAnswer]] = [(at, FinalAnswer(text, "box")) for at, text in _boxes(completion)]
     marked += [(at, FinalAnswer(text, "hashes")) for at, text in _hashes(completion, topics)]
     if marked:
-        found = max(marked, key=lambda one: one[0])[1]
-        inner = _cue(found.text)
-        return found if inner is None else FinalAnswer(inner, found.mark)
+        answer = max(marked, key=lambda one: one[0])[1]
+        inner = _cue(answer.text)
+        return answer if inner is None else FinalAnswer(inner, answer.mark)
     said = _cue(completion)
     return FinalAnswer(completion, "none") if said is None else FinalAnswer(said, "cue")
 
@@ -78,10 +78,10 @@ def first_clause(answer: str) -> str:
 
 
 def _hashes(completion: str, topics: bool) -> Iterator[tuple[int, str]]:
-    for found in _HASHES.finditer(completion):
-        line, rest = found[1], completion[found.end() :].strip()
+    for match in _HASHES.finditer(completion):
+        line, rest = match[1], completion[match.end() :].strip()
         if line.strip(" \t*_#") and (not rest or not _is_heading(line, rest, topics)):
-            yield found.start(), line
+            yield match.start(), line
 
 
 def _is_heading(line: str, rest: str, topics: bool) -> bool:
@@ -98,31 +98,31 @@ def _is_heading(line: str, rest: str, topics: bool) -> bool:
 def _boxes(completion: str) -> Iterator[tuple[int, str]]:
     """Yield the place and content of each box that is closed and not empty; boxes in one list together."""
     end, listed, closing = -1, "", _closing_braces(completion)
-    for found in _BOX.finditer(completion):
-        close = found.end() if found[1] else closing.get(found.end() - 1)
-        content = found[1] or completion[found.end() : close]
+    for match in _BOX.finditer(completion):
+        close = match.end() if match[1] else closing.get(match.end() - 1)
+        content = match[1] or completion[match.end() : close]
         if close is None or not content.strip():
             continue
-        linked = found.start() > end >= 0 and _BETWEEN_BOXES.fullmatch(completion[end : found.start()])
+        linked = match.start() > end >= 0 and _BETWEEN_BOXES.fullmatch(completion[end : match.start()])
         listed = f"{listed}, {content}" if linked else content
-        end = close + (not found[1])
-        yield found.start(), listed
+        end = close + (not match[1])
+        yield match.start(), listed
 
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Return the place of the closing brace for that of each opening one."""
     closing, opened = {}, []
-    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if found[0] == "{":
-            opened.append(found.start())
-        elif found[0] == "}" and opened:
-            closing[opened.pop()] = found.start()
+    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
     return closing
 
 
 def _cue(text: str) -> str | None:
     """Return the rest of the line after the last cue that has one."""
-    ends = sorted((found.end() for cue in (_CUE, _TITLE) for found in cue.finditer(text)), reverse=True)
+    ends = sorted((match.end() for cue in (_CUE, _TITLE) for match in cue.finditer(text)), reverse=True)
     said = ((text[:end], text[end:].partition("\n")[0].strip()) for end in ends)
     lines = (re.sub(r"^[-•+]\s+", "", line) if "\n" in before[-3:] else line for before, line in said)  # no minus
     return next((_LEAD.sub("", line, count=1) for line in lines if line.strip("*_.")), None)

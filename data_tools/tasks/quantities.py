@@ -74,19 +74,19 @@ def _abbreviates(one: str, other: str) -> bool:
 
 def quantities_in(text: str) -> list[Quantity]:
     """Return the numbers in a cleaned text of plain terms."""
-    return [_quantity(text, found) for found in TERM.finditer(text)]
+    return [_quantity(text, match) for match in TERM.finditer(text)]
 
 
-def _quantity(text: str, found: re.Match[str]) -> Quantity:
-    term, start = found[0], found.start()
-    before, after = text[:start].rstrip(), text[found.end() :]
+def _quantity(text: str, match: re.Match[str]) -> Quantity:
+    term, start = match[0], match.start()
+    before, after = text[:start].rstrip(), text[match.end() :]
     if (
         term[0] in "-+"
         and re.search(r"[\w)]$", before)
         and not re.search(r"\b(?:is|was|be|equals|of|to|exactly|about)$", before)
     ):
         if re.search(rf"(?:^|[^A-Za-z])[A-Za-z]$|[)}}]$|\b{FUNCTION}$|\\\w+$|\d$", before):
-            return Quantity(term, None, start, found.end())
+            return Quantity(term, None, start, match.end())
         if term[1:2] == " " or before == text[:start]:  # a dash
             term = term[1:].lstrip()
     while term.startswith("(") and term.count("(") > term.count(")"):
@@ -94,7 +94,7 @@ def _quantity(text: str, found: re.Match[str]) -> Quantity:
     while term.endswith(")") and term.count(")") > term.count("("):
         term = term[:-1].rstrip()
     plain = _plain_before(text[:start]) and _plain_after(after)
-    return Quantity(term, term_value(term) if plain else None, start, found.end(), _words(text[:start], after))
+    return Quantity(term, term_value(term) if plain else None, start, match.end(), _words(text[:start], after))
 
 
 def _plain_before(before: str) -> bool:
@@ -126,10 +126,10 @@ def _words(before: str, after: str) -> frozenset[str]:
     """Return the noun phrase after the number, and a capitalised word directly before it."""
     words: list[str] = []
     at = 0
-    while (found := _WORD.match(after, at)) and found[1].lower() not in _STOP and len(words) < 3:
-        words.append(found[1].lower())
-        at = found.end()
-        if found[0].endswith("."):
+    while (match := _WORD.match(after, at)) and match[1].lower() not in _STOP and len(words) < 3:
+        words.append(match[1].lower())
+        at = match.end()
+        if match[0].endswith("."):
             break
     if (name := re.search(r"([A-Z][a-z]+)\.?\s+$", before)) and (
         _MONTH.match(name[1]) or before[: name.start()].strip() == ""

@@ -99,7 +99,7 @@ def _statements(completion: str) -> set[str]:
     line = last.rsplit("\n", 1)[-1]
     texts = {completion, last, answer.text, line.split(":", 1)[-1], line.rsplit(":", 1)[-1]}
     if answer.mark == "none":
-        texts |= {found[1] for found in (_EMPHASISED.search(line), _SAYS.search(line)) if found}
+        texts |= {match[1] for match in (_EMPHASISED.search(line), _SAYS.search(line)) if match}
     else:
         texts.add(first_clause(answer.text))
     if answer.mark != "none":

@@ -114,22 +114,22 @@ _OWN_KEYS = ("task", "weight", "domain")  # of a part of a mixture
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 
 
-def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value has the type `wanted`."""
-    inside = get_args(wanted)
-    if get_origin(wanted) is UnionType:
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value has the type `hint`."""
+    inside = get_args(hint)
+    if get_origin(hint) is UnionType:
         return any(_fits(value, one) for one in inside)
-    if get_origin(wanted) is list:
+    if get_origin(hint) is list:
         return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
-    if wanted in (int, float):
-        return isinstance(value, (int, wanted)) and not isinstance(value, bool)
-    return isinstance(value, get_origin(wanted) or wanted)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, get_origin(hint) or hint)
 
 
-def _in_words(wanted: Any) -> str:
-    inside = get_args(wanted)
-    if get_origin(wanted) is UnionType:
+def _in_words(hint: Any) -> str:
+    inside = get_args(hint)
+    if get_origin(hint) is UnionType:
         return " or ".join(map(_in_words, inside))
-    if get_origin(wanted) is list:
+    if get_origin(hint) is list:
         return "a list" if inside[0] not in _WORDS else f"a list, each entry {_in_words(inside[0])}"
-    return _WORDS.get(wanted, "a mapping")
+    return _WORDS.get(hint, "a mapping")

@@ -58,8 +58,8 @@ def stated_quantity(completion: str) -> Quantity | None:
 
 def stated_number(completion: str) -> Fraction | None:
     """Return the value of the number that the final answer states; None without a single plain number."""
-    found = stated_quantity(completion)
-    return None if found is None else found.value
+    quantity = stated_quantity(completion)
+    return None if quantity is None else quantity.value
 
 
 def same_number(reference: str, completion: str) -> bool:
@@ -74,17 +74,17 @@ def read_quantity(answer: FinalAnswer) -> Quantity | None:
     sentence = answer.mark == "cue" or (answer.mark == "none" and re.search(r"[a-z]{2}", text) is not None)
     text = re.sub(r"^\W*not\b.*?\bbut\b", "", clean(text, sentence))
     terms = plain_terms(text)
-    found = quantities_in(aside) if (aside := _ASIDE.sub(" ", terms)) != terms else []
-    terms = aside if found else terms
-    found = found or quantities_in(terms)
-    if not found:
+    quantities = quantities_in(aside) if (aside := _ASIDE.sub(" ", terms)) != terms else []
+    terms = aside if quantities else terms
+    quantities = quantities or quantities_in(terms)
+    if not quantities:
         return None
-    if answer.mark == "none" and not _leads(terms, found[0]):
+    if answer.mark == "none" and not _leads(terms, quantities[0]):
         equal = terms.rfind("=")
-        right = [one for one in found if one.start > equal] if equal >= 0 else []
-        return _linked(terms, right or found[::-1], prose=True)
-    start = _after_equals(terms, found)
-    return _linked(terms, found[start:], prose=False)
+        right = [one for one in quantities if one.start > equal] if equal >= 0 else []
+        return _linked(terms, right or quantities[::-1], prose=True)
+    start = _after_equals(terms, quantities)
+    return _linked(terms, quantities[start:], prose=False)
 
 
 def _leads(text: str, first: Quantity) -> bool:
@@ -99,18 +99,18 @@ def _leads(text: str, first: Quantity) -> bool:
     )
 
 
-def _after_equals(text: str, found: list[Quantity]) -> int:
+def _after_equals(text: str, quantities: list[Quantity]) -> int:
     """Return the index of the first number after the last equals sign of the first clause."""
     end = re.search(r"[,;]|\b(?:where|when|if|with|given|so)\b|$", text)
     at = text.rfind("=", 0, end.start() if end else None)
-    return next((i for i, one in enumerate(found) if one.start > at), 0)
+    return next((i for i, one in enumerate(quantities) if one.start > at), 0)
 
 
-def _linked(text: str, found: list[Quantity], prose: bool) -> Quantity:
-    """Return the number that the first of `found` states together with the numbers that are linked to it."""
+def _linked(text: str, quantities: list[Quantity], prose: bool) -> Quantity:
+    """Return the number that the first of `quantities` states together with the numbers that are linked to it."""
     same, rival = _LINKS[prose]
-    stated, last = found[0], found[0]
-    for other in found[1:]:
+    stated, last = quantities[0], quantities[0]
+    for other in quantities[1:]:
         left, right = sorted((last, other), key=lambda one: one.start)
         gap = text[left.end : right.start]
         if same.fullmatch(gap):

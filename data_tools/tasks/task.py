@@ -54,8 +54,8 @@ def split_of(prompt: Any, sharing: Collection[Split]) -> Split:
 
     Validation and test get 10 % each. The first of train, test and validation that shares the source gets the rest."""
     shares: dict[int, Split] = {0: "validation", 1: "test"}
-    wanted = shares.get(int(prompt_hash(prompt), 16) % 10, "train")
-    order: tuple[Split, ...] = (wanted, "train", "test", "validation")
+    preferred = shares.get(int(prompt_hash(prompt), 16) % 10, "train")
+    order: tuple[Split, ...] = (preferred, "train", "test", "validation")
     return next(split for split in order if split in sharing)
 
 

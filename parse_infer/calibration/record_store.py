@@ -84,12 +84,12 @@ class RecordStore(Generic[R]):
                 ) from error
             self.records[record.key] = record
 
-    def _check_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        for key in [*wanted, *found]:
-            if found.get(key) != wanted.get(key):
+    def _check_same(self, stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        for key in [*current, *stored]:
+            if stored.get(key) != current.get(key):
                 raise ParseError(
-                    f"{self.folder} holds a {self._what} with {key} {_short(found.get(key))} and this one has "
-                    f"{_short(wanted.get(key))}: give another folder with --out, or delete that one"
+                    f"{self.folder} holds a {self._what} with {key} {_short(stored.get(key))} and this one has "
+                    f"{_short(current.get(key))}: give another folder with --out, or delete that one"
                 )
 
 

@@ -26,8 +26,8 @@ _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro_
 _INTERRUPTED = 130  # exit code, as of shells
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         import parse_infer
 
         print(parse_infer.__version__)

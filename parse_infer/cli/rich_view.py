@@ -171,10 +171,10 @@ def _grid(rows: Sequence[SegmentRow], labels: Sequence[str] | None = None) -> Ta
             kinds = {row.kind for row in line if row.text.strip()}
             kind: Kind = "corrected" if "corrected" in kinds else line[-1].kind
             label = labels[rows.index(line[0])] if labels else LABELS[kind]
-            found = [row.validity for row in line if row.validity is not None and row.kind != "corrected"]
+            validities = [row.validity for row in line if row.validity is not None and row.kind != "corrected"]
             plain = text.plain
             shown = text[len(plain) - len(plain.lstrip("\n")) : len(plain.rstrip("\n"))]
-            grid.add_row(Text(label, STYLES[kind]), f"{found[-1]:.2f}" if found else "", shown)
+            grid.add_row(Text(label, STYLES[kind]), f"{validities[-1]:.2f}" if validities else "", shown)
     return grid
 
 

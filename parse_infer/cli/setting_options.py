@@ -67,6 +67,6 @@ def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Paramet
 def _option(one: SettingField) -> Any:
     """The option of a field. The dataclass checks choices and shares, in one sentence with the way out."""
     text = f"{one.help.removesuffix('.')}; repeatable." if one.name in _LISTS else one.help
-    least = one.bounds.get("ge") if one.hint is int else None
+    minimum = one.bounds.get("ge") if one.hint is int else None
     values = (*one.choices, "N") if one.is_number_or_choice else one.choices
-    return typer.Option(min=least, metavar="|".join(values) or None, help=text)
+    return typer.Option(min=minimum, metavar="|".join(values) or None, help=text)

@@ -46,7 +46,7 @@ class AssistantSettings:
 
         Raises ValueError for an unknown key or a value out of range.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part in name.split(":")[1:]:
             key, _, value = part.partition("=")
             pattern, convert = _SIZES.get(key, ("(?!)", str))
@@ -55,8 +55,8 @@ class AssistantSettings:
                     f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
                     f"schedule={' or '.join(get_args(Schedule))}"
                 )
-            found[key] = convert(value)
-        return cls(**found)
+            values[key] = convert(value)
+        return cls(**values)
 
     @contextmanager
     def on(self, assistant: PreTrainedModel) -> Iterator[None]:
@@ -66,9 +66,9 @@ class AssistantSettings:
         """
         before: Any = assistant.generation_config
         names = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
-        wanted = dict(zip(names, (self.tokens, self.confidence, self.schedule), strict=True))
+        changes = dict(zip(names, (self.tokens, self.confidence, self.schedule), strict=True))
         assistant.generation_config = config = copy.deepcopy(before)
-        config.update(**{name: value for name, value in wanted.items() if value is not None})
+        config.update(**{name: value for name, value in changes.items() if value is not None})
         try:
             yield
         finally:

@@ -68,9 +68,9 @@ def plot(path: Path, results: dict[str, Any], columns: int = 1) -> Iterator[list
     The file's metadata holds the digest of the results.
     """
     figure = Figure(figsize=(7.2, 4.8) if columns == 1 else (8.4, 4.0), dpi=150, layout="constrained")
-    found = list(figure.subplots(1, columns, squeeze=False)[0])
-    yield found
-    for axes in found:  # y axis from zero, a faint grid, no frame
+    panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    yield panels
+    for axes in panels:  # y axis from zero, a faint grid, no frame
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)

@@ -188,8 +188,8 @@ def run_clients(
         return [store.records[mode, n, turn] for turn in range(turns) if mode in modes]
 
     cells = [cell_figures(measured(mode, n), measured("target", n)) for n in clients for mode in modes]
-    asked = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
-    results = {"about": {**about, **asked, **describe_run()}, "cells": cells}
+    conditions = {"max_new_tokens": settings.max_new_tokens, "n_problems": len(problems), "turns": turns}
+    results = {"about": {**about, **conditions, **describe_run()}, "cells": cells}
     write_json(Path(folder) / "clients.json", results)
     write_text(Path(folder) / "clients.md", clients_markdown(results))
     draw_clients(results, Path(folder) / "clients.png")
@@ -288,7 +288,7 @@ async def _measure(
         block_tokens=block_tokens_of(mode) or settings.block_tokens, adaptive=is_adaptive(mode)
     )
     waiting = iter(problems)
-    first_s, all_s, found = [], [], []
+    first_s, all_s, completed = [], [], []
 
     async def client() -> None:
         for problem in waiting:
@@ -299,7 +299,7 @@ async def _measure(
                     if first is None and isinstance(event, (Accepted, Resumed)) and event.text:
                         first = time.perf_counter()
                     if isinstance(event, Done):
-                        found.append((problem, event.generation))
+                        completed.append((problem, event.generation))
             end = time.perf_counter()
             first_s.append((first or end) - begun)
             all_s.append(end - begun)
@@ -307,15 +307,15 @@ async def _measure(
     cpu, start = time.process_time(), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    right = [check(problem, generation.text) for problem, generation in found]
-    generations = [generation for _, generation in found]
+    right = [check(problem, generation.text) for problem, generation in completed]
+    generations = [generation for _, generation in completed]
     return Cell(
         mode=mode,
         clients=clients,
         turn=turn,
         wall_s=wall,
         cpu_s=cpu,
-        answers=len(found),
+        answers=len(completed),
         correct=None if None in right else sum(map(bool, right)),
         tokens=sum(len(generation.token_ids) for generation in generations),
         draft_tokens=sum(generation.stats.draft_tokens for generation in generations),

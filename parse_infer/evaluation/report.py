@@ -94,11 +94,11 @@ def _by_category(
     base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Per category: number of problems, and per mode the tokens per target forward and the speed-up."""
-    found: dict[str, dict[str, Any]] = {}
+    by_category: dict[str, dict[str, Any]] = {}
     for category in sorted(set(categories.values())):
         part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
         figures = {name: costs(rows) for name, rows in part.items()}
-        found[category] = {
+        by_category[category] = {
             "n": len(part[order[0]]),
             "modes": {
                 name: {
@@ -110,7 +110,7 @@ def _by_category(
                 for name, rows in part.items()
             },
         }
-    return found
+    return by_category
 
 
 def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, list[Record]]:

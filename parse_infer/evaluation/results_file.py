@@ -39,7 +39,7 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     """Write the file, with each list of scalars on one line."""
     text = json.dumps(results, indent=2, ensure_ascii=False)
     # Strings have escaped line breaks, so this pattern matches only real lists.
-    write_text(path, re.sub(r"\[\n[^\[\]{}]*\]", lambda found: _one_line(found[0]), text) + "\n")
+    write_text(path, re.sub(r"\[\n[^\[\]{}]*\]", lambda match: _one_line(match[0]), text) + "\n")
 
 
 def digest(results: dict[str, Any]) -> str:

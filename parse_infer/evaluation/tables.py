@@ -93,8 +93,8 @@ def terminal_table(
     broken = [(_name(name), [_broken(cell, breaks) for cell in figures]) for name, *figures in cells]
     longest = max((_width(name) for name, _ in broken), default=0)
     for i, title in enumerate(heading):  # a head's folder name may be long
-        least = None if i else min(longest, _LONGEST_NAME)
-        table.add_column(title, justify="right" if i else "left", overflow="fold", no_wrap=i > 0, min_width=least)
+        min_width = None if i else min(longest, _LONGEST_NAME)
+        table.add_column(title, justify="right" if i else "left", overflow="fold", no_wrap=i > 0, min_width=min_width)
     for name, figures in broken:
         table.add_row(name, *figures, style="bold" if name.lower() == "parse" else None)
     return table

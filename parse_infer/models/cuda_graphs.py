@@ -110,7 +110,7 @@ class GraphedChains:
     def _graph(self, size: int, layers: list[Any], inner: tuple[int, ...]) -> _Graph | None:
         """Return the graph of a length, captured if needed; with compiled layers, the graphs of all lengths are."""
         past, capacity = layers[0].length, layers[0].buffers[0].shape[2]
-        found = None
+        graph = None
         for each in CHAINS if self._compiles else (size,):
             if each > size and each * (past + each) > LARGEST:
                 break
@@ -125,8 +125,8 @@ class GraphedChains:
                     raise
                 except Exception as error:  # for example, a layer that synchronises, or no compiler
                     self._give_up(error)
-            found = self._graphs.get(key) if each == size else found
-        return found
+            graph = self._graphs.get(key) if each == size else graph
+        return graph
 
     def _give_up(self, error: Exception) -> None:
         """Go on without compiled layers, or without graphs."""

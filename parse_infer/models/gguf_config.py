@@ -60,14 +60,14 @@ def _scaling(values: dict[str, Any], file: Path) -> dict[str, Any]:
     given = {"type": "linear", "factor": values["rope.scale_linear"]} if "rope.scale_linear" in values else {}
     given |= {key.removeprefix(_PREFIX): value for key, value in values.items() if key.startswith(_PREFIX)}
     kind, factor = given.pop("type", "none"), float(given.pop("factor", 1.0))
-    found = {ours: given.pop(theirs) for theirs, ours in _PARAMETERS.items() if theirs in given}
+    parameters = {ours: given.pop(theirs) for theirs, ours in _PARAMETERS.items() if theirs in given}
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return {}
     unknown = sorted(key for key, value in given.items() if key not in _NEUTRAL or value != _NEUTRAL[key])
     if unknown or kind not in ("linear", "yarn"):
         what = f"{_PREFIX}{unknown[0]} {given[unknown[0]]}" if unknown else f"RoPE scaling of type {kind}"
         raise ModelError(f"{file} has {what}, which cannot be taken over: name the model that it was made from")
-    return {"rope_type": kind, "factor": factor, **(found if kind == "yarn" else {})}
+    return {"rope_type": kind, "factor": factor, **(parameters if kind == "yarn" else {})}
 
 
 def _llama3_scaling(factors: Tensor, config: PretrainedConfig, file: Path) -> dict[str, Any]:

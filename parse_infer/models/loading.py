@@ -297,10 +297,10 @@ def _device(device: str | torch.device | None) -> torch.device:
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
+    named = getattr(torch, str(dtype), None)
+    if not isinstance(named, torch.dtype):
         raise ModelError(f"dtype is {dtype!r}; it must be 'auto', 'float32', 'bfloat16' or 'float16'.")
-    return found
+    return named
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,12 @@ def is_gguf(place: str | Path) -> bool:
 
 @cache
 def _collections() -> dict[str, Path]:
-    found = {}
+    folders = {}
     for point in entry_points(group="parse_engine.models"):
         spec = find_spec(point.value)
         for folder in (spec and spec.submodule_search_locations) or ():
-            found[point.name] = Path(folder)
-    return found
+            folders[point.name] = Path(folder)
+    return folders
 
 
 def collection_folder(collection: str = ZOO) -> Path:

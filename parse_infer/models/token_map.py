@@ -93,9 +93,9 @@ def token_map(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -
     added, in_target = draft.get_added_vocab(), target.get_added_vocab()
     vocabulary = draft.get_vocab()
     for token, id_ in vocabulary.items():
-        found = b.token_to_id(token)
-        if found is not None and (token in added) == (token in in_target):
-            to_target[id_] = found
+        same = b.token_to_id(token)
+        if same is not None and (token in added) == (token in in_target):
+            to_target[id_] = same
         elif id_ not in (draft.eos_token_id, draft.pad_token_id):
             return None
     end = target.eos_token_id

@@ -103,8 +103,8 @@ class RowSampling:
             probabilities = _nucleus(probabilities, self._top_p)
         cumulative = probabilities.cumsum(-1)
         total = cumulative[:, -1:]
-        wanted = torch.tensor(uniform, device=logits.device)[:, None] * total
-        index = (cumulative <= wanted).sum(-1, keepdim=True)
+        drawn = torch.tensor(uniform, device=logits.device)[:, None] * total
+        index = (cumulative <= drawn).sum(-1, keepdim=True)
         last = (cumulative < total).sum(-1, keepdim=True)  # the last possible token, in case `wanted` rounds up
         index = torch.minimum(index, last)
         chosen = index if ids is None else ids.gather(-1, index)

@@ -38,12 +38,12 @@ def _listed(model: str | Path) -> frozenset[str]:
     if isinstance(base, Path):
         folders.append(base)
     elif not is_gguf(base):
-        found = cached_file(
+        file = cached_file(
             base,
             TRAIN_PROBLEMS,
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        folders += [Path(found).parent] if found else []
+        folders += [Path(file).parent] if file else []
     return frozenset[str]().union(*map(read_train_problems, folders))

@@ -66,9 +66,9 @@ class SettingField:
         if self.hint is bool and not isinstance(value, bool):
             raise SettingsError(f"{self.name} is {value!r}; it must be True or False.")
         if self.hint is int:
-            least = self.bounds["ge"]
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingsError(f"{self.name} is {value!r}; it must be a whole number of at least {least}.")
+            minimum = self.bounds["ge"]
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise SettingsError(f"{self.name} is {value!r}; it must be a whole number of at least {minimum}.")
 
 
 def setting_fields(settings: type) -> dict[str, SettingField]:

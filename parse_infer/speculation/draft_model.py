@@ -50,11 +50,11 @@ class DraftModelProposer:
         if draft.decoder is model.decoder:
             raise ModelError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
         self._length = BlockLength() if tokens is None and confidence is None else None
-        self._most = TOKENS if tokens is None else tokens
-        self._least = CONFIDENCE if confidence is None else confidence
-        if self._most < 1:
+        self._max_tokens = TOKENS if tokens is None else tokens
+        self._min_confidence = CONFIDENCE if confidence is None else confidence
+        if self._max_tokens < 1:
             raise ModelError(f"a chain needs at least 1 token, not {tokens}")
-        if not 0 <= self._least <= 1:
+        if not 0 <= self._min_confidence <= 1:
             raise ModelError(f"confidence is a probability, not {confidence}")
         self.draft, self.tokens, self.confidence = draft, tokens, confidence
         self.forwards = 0
@@ -70,10 +70,10 @@ class DraftModelProposer:
         if length is not None and length.pause:
             return TokenTree.chain((), on_read=self._note_alone)
         context = both.context(ids)
-        most = self._most
+        max_tokens = self._max_tokens
         if length is not None:
-            most = FIRST if length.costs is None else length.longest
-        size = min(most, limit, self.draft.window - len(context))
+            max_tokens = FIRST if length.costs is None else length.longest
+        size = min(max_tokens, limit, self.draft.window - len(context))
         if size < 1 or not context:
             return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
@@ -89,8 +89,8 @@ class DraftModelProposer:
             scores = logits[both.of_draft]
             q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
             drawn = q.argmax() if sampling.greedy else draw(q, generator)
-            found = torch.stack([drawn.to(q.dtype), q.gather(-1, drawn[None])[0]])
-            number, confidence = found.tolist()  # the only synchronisation
+            choice_and_confidence = torch.stack([drawn.to(q.dtype), q.gather(-1, drawn[None])[0]])
+            number, confidence = choice_and_confidence.tolist()  # the only synchronisation
             choice = int(number)
             times.append(time.perf_counter())
             token = both.draft_ids[choice]
@@ -99,7 +99,7 @@ class DraftModelProposer:
             if not sampling.greedy:
                 drawn_from.append(both.in_target(q))
             if length is None:
-                ends = confidence < self._least
+                ends = confidence < self._min_confidence
             else:
                 survival *= length.survival_of(confidence)
                 ends = length.end_after(survival)

@@ -69,8 +69,8 @@ def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]
     for key, value in values.items():
         if key in names or key in IGNORED_KEYS or not value or (key in fixed and fixed[key] == value):
             continue
-        wanted = f"; only {fixed[key]!r} is" if key in fixed else ""
-        raise ModelError(f"config.json of the head sets {key} to {value!r}, which is not supported{wanted}")
+        supported = f"; only {fixed[key]!r} is" if key in fixed else ""
+        raise ModelError(f"config.json of the head sets {key} to {value!r}, which is not supported{supported}")
     return {key: value for key, value in values.items() if key in names}
 
 
@@ -97,10 +97,10 @@ def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: Languag
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise ModelError(f"the weights of the head {name} do not fit its config.json: {reason}") from error
-    least, most = head.token_ids.aminmax()
-    if least < 0 or most >= head.config.vocab_size:
+    lowest, highest = head.token_ids.aminmax()
+    if lowest < 0 or highest >= head.config.vocab_size:
         raise ModelError(
-            f"the head {name} maps to token {int(least if least < 0 else most)}, but there are "
+            f"the head {name} maps to token {int(lowest if lowest < 0 else highest)}, but there are "
             f"{head.config.vocab_size}: its token map is damaged"
         )
     weight: Any = model.model.get_input_embeddings().weight

@@ -111,11 +111,11 @@ def takes_parts(template: str, role: str, special_tokens: tuple[tuple[str, str],
     message in both forms, which finds such loops in macros too, and takes text where both work.
     """
     question: Any = _parts("?") if role != "user" and takes_parts(template, "user", special_tokens) else "?"
-    asked = {"role": "user", "content": question}
+    user_turn = {"role": "user", "content": question}
     render, shown = cast("Any", render_jinja_template), []
     for content in (_MARKER, _parts(_MARKER)):
         message = {"role": role, "content": content}
-        chat = {"user": [message], "system": [message, asked]}.get(role, [asked, message, asked])
+        chat = {"user": [message], "system": [message, user_turn]}.get(role, [user_turn, message, user_turn])
         try:
             (text,), _ = render([chat], chat_template=template, add_generation_prompt=True, **dict(special_tokens))
         except Exception:  # such as a role that the template refuses

@@ -168,19 +168,19 @@ class WindowText:
 
     def add(self, ids: Iterable[int]) -> str:
         self._window += (id for id in ids if id not in self._special_ids)
-        return self._release(most=3)
+        return self._release(max_held=3)
 
     def flush(self) -> str:
-        return self._release(most=0)
+        return self._release(max_held=0)
 
     def fork(self) -> Self:
         other = copy.copy(self)
         other._window = list(self._window)
         return other
 
-    def _release(self, most: int) -> str:
+    def _release(self, max_held: int) -> str:
         text = self._decode(self._window)
-        held = min(most, len(text) - len(text.rstrip(REPLACEMENT)))
+        held = min(max_held, len(text) - len(text.rstrip(REPLACEMENT)))
         new = text[self._released : len(text) - held]
         self._released, self.complete = max(self._released, len(text) - held), held == 0
         if len(self._window) > 2 * _CONTEXT:

@@ -109,7 +109,7 @@ class HeadModel(nn.Module, ABC):
             embeddings = nn.functional.embedding(input_ids, cast(Tensor, model.get_input_embeddings().weight))
             embeddings = embeddings.to(self.head.output_weights[0].dtype)
             token_ids = self.head.token_ids
-            wanted = output.logits[..., token_ids].float()
+            target_logits = output.logits[..., token_ids].float()
             own = output.logits.argmax(-1)
         loss, total = embeddings.new_zeros((), dtype=torch.float32), 0.0
         right = torch.full((*input_ids.shape, self.steps), IGNORED, device=input_ids.device)
@@ -118,7 +118,7 @@ class HeadModel(nn.Module, ABC):
             places = anchors + 1 + step  # positions where the model predicts the proposed token
             counted = (labels[:, (places + 1).clamp_max(last + 1)] != IGNORED) & (places <= last)
             places = places.clamp_max(last)
-            each = -(wanted[:, places].softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+            each = -(target_logits[:, places].softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
             if counted.any():
                 weight = self.step_decay**step
                 loss, total = loss + weight * each[counted].mean(), total + weight

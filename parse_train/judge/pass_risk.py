@@ -52,8 +52,8 @@ class RiskControl:
                 "labels of whole drafts cannot bound what a pass accepts after an error; the exported threshold "
                 "accepts nothing. Run `parse-infer calibrate`, or pass your own threshold at inference."
             )
-        least = math.ceil(math.log(self.delta) / math.log(1 - self.alpha))
-        too_few = f" (at least {least} are necessary)" if self.n_drafts < least else ""
+        min_drafts = math.ceil(math.log(self.delta) / math.log(1 - self.alpha))
+        too_few = f" (at least {min_drafts} are necessary)" if self.n_drafts < min_drafts else ""
         return (
             f"no threshold keeps false accepts at or below risk_alpha {self.alpha:g} with confidence "
             f"{1 - self.delta:g} on {self.n_drafts} validation drafts{too_few}; the exported threshold accepts "

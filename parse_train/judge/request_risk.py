@@ -19,14 +19,16 @@ from parse_train.judge.config import JudgeTrainingConfig
 CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
 
 
-def log(found: Calibration) -> None:
+def log(calibration: Calibration) -> None:
     """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
     points = [
-        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / found.n_problems)
-        for t in found.tried
+        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / calibration.n_problems)
+        for t in calibration.tried
     ]
     tracking.log_curve("calibration", CURVE, points)
-    kept = {risk: found.tried[place].speedup for risk, place in found.promises.items() if place is not None}
+    kept = {
+        risk: calibration.tried[place].speedup for risk, place in calibration.promises.items() if place is not None
+    }
     tracking.summarise({f"promise/{risk:g}/speedup": speedup for risk, speedup in kept.items()})
 
 
@@ -61,12 +63,14 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
         adapter_id = engine.describe()["adapter"]
         folder, where = f"{config.output_dir}/calibration-{adapter_id}", f"{build.task}, validation split, seed 0"
         compare = partial(comparison, task)
-        found = calibrate(engine, problems, task.check, same_answer, folder, settings, task=where, comparison=compare)
+        calibration = calibrate(
+            engine, problems, task.check, same_answer, folder, settings, task=where, comparison=compare
+        )
     except (ValueError, OSError) as error:
         print(f"the adapter is not calibrated: {error}")
         return
-    found.save(adapter / FILE)
-    log(found)
-    for risk, place in found.promises.items():
-        kept = "not reached" if place is None else f"{found.tried[place].speedup:.2f} times as fast"
-        print(f"at most {risk:.2%} of requests lost, {found.confidence:.0%} confidence: {kept}")
+    calibration.save(adapter / FILE)
+    log(calibration)
+    for risk, place in calibration.promises.items():
+        kept = "not reached" if place is None else f"{calibration.tried[place].speedup:.2f} times as fast"
+        print(f"at most {risk:.2%} of requests lost, {calibration.confidence:.0%} confidence: {kept}")

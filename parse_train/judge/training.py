@@ -66,14 +66,14 @@ def served_drafts(config: JudgeTrainingConfig, evaluation: ValidityDataset) -> l
     Raises:
         ValueError: no held-out draft has this temperature.
     """
-    wanted = config.risk_temperature
-    found = {example.temperature for example in evaluation.examples}
-    if wanted is not None and wanted not in found:
+    requested = config.risk_temperature
+    available = {example.temperature for example in evaluation.examples}
+    if requested is not None and requested not in available:
         raise ParseError(
-            f"risk_temperature is {wanted:g}, but the held-out drafts were sampled at "
-            f"{', '.join(sorted(str(t) for t in found))}: choose one of these, or leave the key out"
+            f"risk_temperature is {requested:g}, but the held-out drafts were sampled at "
+            f"{', '.join(sorted(str(t) for t in available))}: choose one of these, or leave the key out"
         )
-    return [wanted is None or example.temperature == wanted for example in evaluation.examples]
+    return [requested is None or example.temperature == requested for example in evaluation.examples]
 
 
 def finish(

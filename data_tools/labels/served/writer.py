@@ -132,16 +132,16 @@ class ServedDecoder:
                 contexts.prompts[row.context], prompt, row.max_new_tokens, row.sampling, self.eos_ids
             )
 
-    def _tokens(self, answer: ServedCompletion, most: int) -> list[int]:
+    def _tokens(self, answer: ServedCompletion, max_tokens: int) -> list[int]:
         model = self.writer.model
         # The token limit may end inside a character.
         text = answer.text if answer.ended else answer.text.rstrip("\ufffd")
         ids = encode_continuation(model.tokenizer, "\n", text) if answer.ids is None else answer.ids
-        ids = ids[:most]  # this tokenizer may split the text into more tokens than the server
+        ids = ids[:max_tokens]  # this tokenizer may split the text into more tokens than the server
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if end is not None:
             return ids[: end + 1]
-        if answer.ended and model.end_token is not None and len(ids) < most:  # some servers omit the end token
+        if answer.ended and model.end_token is not None and len(ids) < max_tokens:  # some servers omit the end token
             return [*ids, model.end_token]
         return ids
 

@@ -33,16 +33,16 @@ def same_function(prompt: str, reference: str, completion: str, tolerance: float
     Floats may differ by `tolerance`, relative or absolute. Calls in which the reference takes too long are left out.
     Without any call in which the reference returns a value, for example without a function, nothing is shown to be the
     same."""
-    wanted_program, program = read_program(prompt, reference), read_program(prompt, completion)
-    if wanted_program is None or program is None or not (calls := calls_of(prompt, wanted_program)):
+    expected_program, program = read_program(prompt, reference), read_program(prompt, completion)
+    if expected_program is None or program is None or not (calls := calls_of(prompt, expected_program)):
         return False
-    wanted = _run(wanted_program, main_function(prompt, wanted_program), calls)
-    got = wanted and _run(program, main_function(prompt, program), calls)
-    if not wanted or not got or all(kind == "raised" for kind, _ in wanted):
+    expected = _run(expected_program, main_function(prompt, expected_program), calls)
+    got = expected and _run(program, main_function(prompt, program), calls)
+    if not expected or not got or all(kind == "raised" for kind, _ in expected):
         return False
-    got = got + [_LATE] * (len(wanted) - len(got))
+    got = got + [_LATE] * (len(expected) - len(got))
     try:
-        return all(one == _LATE or _equal(one, other, tolerance) for one, other in zip(wanted, got, strict=False))
+        return all(one == _LATE or _equal(one, other, tolerance) for one, other in zip(expected, got, strict=False))
     except RecursionError:  # too deep to compare
         return False
 

@@ -116,7 +116,7 @@ def load_tasks(
     loaded = Tasks()
     for name, spec in specs.items():
         try:
-            found = _manager().load([spec])
+            loaded_tasks = _manager().load([spec])
         except Exception as error:  # from the Hub, datasets or the task's own code
             member = configs(name)[0]
             raise ParseError(
@@ -124,18 +124,18 @@ def load_tasks(
                 f"{name if member['task'] == GENERATIVE.get(name, name) else member['task']}=FILE with the columns of "
                 f"{member.get('dataset_path')}"
             ) from error
-        for task in found["tasks"].values():
+        for task in loaded_tasks["tasks"].values():
             task.set_config(key="num_fewshot", value=_shots(task.config.num_fewshot, num_fewshot))
             if task.task_name in loaded.tasks:
                 raise ParseError(f"task {task.task_name!r}, part of {name!r}, is given twice: leave one out")
             loaded.tasks[task.task_name] = task
-        group = found["groups"].get(GENERATIVE.get(name, name)) if name not in data else None
+        group = loaded_tasks["groups"].get(GENERATIVE.get(name, name)) if name not in data else None
         if group is not None:
-            loaded.groups.update(found["groups"])
-            loaded.rows.append(ResultRow(name, group.name, list(found["tasks"])))
+            loaded.groups.update(loaded_tasks["groups"])
+            loaded.rows.append(ResultRow(name, group.name, list(loaded_tasks["tasks"])))
         else:
-            alone = len(found["tasks"]) == 1  # a tag has several tasks
-            loaded.rows.extend(ResultRow(name if alone else each, each, [each]) for each in found["tasks"])
+            alone = len(loaded_tasks["tasks"]) == 1  # a tag has several tasks
+            loaded.rows.extend(ResultRow(name if alone else each, each, [each]) for each in loaded_tasks["tasks"])
     return loaded
 
 
@@ -233,6 +233,6 @@ def _seed() -> None:
     np.random.seed(SEED)
 
 
-def _shots(own: int | None, wanted: int | None) -> int:
+def _shots(own: int | None, requested: int | None) -> int:
     """Number of examples in a prompt; a task with 0 keeps 0 (as in lm-eval)."""
-    return (own or 0) if wanted is None or own == 0 else wanted
+    return (own or 0) if requested is None or own == 0 else requested

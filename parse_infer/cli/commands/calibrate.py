@@ -117,15 +117,15 @@ def promises_table(calibration: Calibration) -> Any:
 
     cells = []
     for risk, place in calibration.promises.items():
-        found = ["-", "-", "-", "not proven"]
+        figures = ["-", "-", "-", "not proven"]
         if place is not None:
             tried = calibration.tried[place]
-            found = [
+            figures = [
                 describe_threshold(tried.setting.threshold),
                 str(tried.setting.block_tokens),
                 f"{tried.losses:g}",
                 f"{tried.speedup:.2f}x",
             ]
-        cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *found])
+        cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *figures])
     heading = ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up")
     return terminal_table(heading, cells, title=f"{calibration.n_problems} problems of {calibration.task}")

@@ -77,7 +77,7 @@ class ParseLM(LM):
     ) -> None:
         super().__init__()
         self.mode = MODES[0]
-        self.asked: dict[str, list[str]] = {}
+        self.requested: dict[str, list[str]] = {}
         self._engine = engine
         self._store = store
         self._settings = settings or GenerationSettings()
@@ -89,17 +89,17 @@ class ParseLM(LM):
 
         Raises ValueError for a prompt beyond a model's context window, before it answers any prompt.
         """
-        asked = [self._read(instance) for instance in requests]
-        self.asked = {}
-        for each in asked:
-            self.asked.setdefault(each.task, []).append(each.digest)
+        requested = [self._read(instance) for instance in requests]
+        self.requested = {}
+        for each in requested:
+            self.requested.setdefault(each.task, []).append(each.digest)
         runs = {
             (request.digest, mode): (request, mode)
-            for i, request in enumerate({each.digest: each for each in asked}.values())
+            for i, request in enumerate({each.digest: each for each in requested}.values())
             for mode in (MODES if i % 2 == 0 else MODES[::-1])  # alternate which mode comes first
         }
         run_missing(self._store, runs, self._measure, "eval", self._console)
-        return [self._store.records[each.digest, self.mode].text for each in asked]
+        return [self._store.records[each.digest, self.mode].text for each in requested]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Raise ValueError: answers of two models have no log-likelihood."""
@@ -130,8 +130,8 @@ class ParseLM(LM):
         )
         task, problem = str(instance.task_name), int(instance.doc_id or 0)
         prompt = json.loads(context[len(_CHAT) :]) if context.startswith(_CHAT) else Verbatim(context)
-        told = [task, problem, instance.idx, context, settings.stop, settings.max_new_tokens]
-        digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        identity = [task, problem, instance.idx, context, settings.stop, settings.max_new_tokens]
+        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         return _Request(task, problem, prompt, settings, digest)
 
     def _measure(self, pending: list[tuple[_Request, str]]) -> Iterator[EvalRecord]:

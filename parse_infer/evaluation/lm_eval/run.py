@@ -113,11 +113,11 @@ def run_eval(
     }
     store = RecordStore(folder, environment, EvalRecord, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
-    found: dict[str, Any] = {}
-    asked = []
+    evaluations: dict[str, Any] = {}
+    requested = []
     for mode in MODES:
         lm.mode = mode
-        found[mode] = evaluate(
+        evaluations[mode] = evaluate(
             lm,
             tasks.for_lm_eval(),
             limit=settings.limit,
@@ -125,27 +125,29 @@ def run_eval(
             fewshot_as_multiturn=chat,
             confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
         )
-        asked.append(lm.asked)
-    if asked[0] != asked[1]:
+        requested.append(lm.requested)
+    if requested[0] != requested[1]:
         raise ParseError("the prompts of a task differ between the two evaluations, so it cannot be compared")
     environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
-    answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in asked[0].items()}
+    answers = {
+        task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in requested[0].items()
+    }
     results = {
         "environment": {**environment, **describe_run()},
-        "tasks": {row.name: _figures(row, found, answers, settings.seed) for row in tasks.rows},
-        "lm_eval": {mode: {key: _plain(found[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
+        "tasks": {row.name: _figures(row, evaluations, answers, settings.seed) for row in tasks.rows},
+        "lm_eval": {mode: {key: _plain(evaluations[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
     }
     write_text(Path(folder) / "results.md", eval_markdown(results))
     write_results(Path(folder) / "results.json", results)
     return results
 
 
-def _figures(row: ResultRow, found: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _figures(row: ResultRow, evaluations: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
     target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
     return {
         "lm_eval_task": row.result,
         "n": len(parse),
-        "metrics": _metrics(row, found, seed),
+        "metrics": _metrics(row, evaluations, seed),
         "same_text": float(np.mean([t.text == p.text for t, p in zip(target, parse, strict=True)])),
         "speed": {"target": costs(target), "parse": costs(parse)},
         **speedups(parse, target, seed),
@@ -153,17 +155,17 @@ def _figures(row: ResultRow, found: Mapping[str, Any], answers: Mapping[str, Any
     }
 
 
-def _metrics(row: ResultRow, found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _metrics(row: ResultRow, evaluations: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """All metrics of lm-eval in both modes; {} for a group without aggregated metrics."""
     metrics = {}
-    told = [found[mode]["results"].get(row.result, {}) for mode in MODES]
-    for key, value in told[0].items():
+    results = [evaluations[mode]["results"].get(row.result, {}) for mode in MODES]
+    for key, value in results[0].items():
         metric, comma, name = key.partition(",")
         if not comma or metric.endswith("_stderr") or metric == "bypass" or not isinstance(value, (int, float)):
             continue
-        values = [float(each[key]) for each in told]
-        errors = [each.get(f"{metric}_stderr,{name}") for each in told]
-        parts = [_of_problems(found[mode]["samples"], row.tasks, metric, name) for mode in MODES]
+        values = [float(each[key]) for each in results]
+        errors = [each.get(f"{metric}_stderr,{name}") for each in results]
+        parts = [_of_problems(evaluations[mode]["samples"], row.tasks, metric, name) for mode in MODES]
         is_mean = all(p and abs(sum(p) / len(p) - v) < 1e-9 for p, v in zip(parts, values, strict=True))
         metrics[key] = {
             **dict(zip(MODES, values, strict=True)),
@@ -176,8 +178,8 @@ def _metrics(row: ResultRow, found: Mapping[str, Any], seed: int) -> dict[str, A
 
 def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, name: str) -> list[float]:
     """A metric's values per problem; [] if some are not numbers."""
-    found = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
-    return [float(value) for value in found] if all(isinstance(v, (int, float, np.number)) for v in found) else []
+    values = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
+    return [float(value) for value in values] if all(isinstance(v, (int, float, np.number)) for v in values) else []
 
 
 def _plain(value: Any) -> Any:
@@ -198,9 +200,9 @@ def eval_rows(results: dict[str, Any]) -> list[list[str]]:
         ]
         label = name if name == task["lm_eval_task"] else f"{name} ({task['lm_eval_task']})"
         agreement = [AGREES, "", f"{task['same_text']:.3f}", ""]
-        told = [[key, *_compared(metric)] for key, metric in task["metrics"].items()] or [agreement]
-        cells.append([f"{label}, {task['n']}", *told[0], *speed])
-        cells += [["", *columns, *[""] * len(speed)] for columns in told[1:]]
+        metrics = [[key, *_compared(metric)] for key, metric in task["metrics"].items()] or [agreement]
+        cells.append([f"{label}, {task['n']}", *metrics[0], *speed])
+        cells += [["", *columns, *[""] * len(speed)] for columns in metrics[1:]]
     return cells
 
 

@@ -68,18 +68,18 @@ def pack_linears(model: PreTrainedModel) -> int:
         The number of replaced layers; 0 if oneDNN is unavailable or differs from PyTorch.
     """
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    found = {name: m for name, m in linears.items() if m.weight.dtype in _DTYPES and is_plain(m.weight)}
-    size = sum(m.weight.nbytes for m in found.values())
-    if model.device.type != "cpu" or size < SMALL or not all(m.weight.device.type == "cpu" for m in found.values()):
+    packable = {name: m for name, m in linears.items() if m.weight.dtype in _DTYPES and is_plain(m.weight)}
+    size = sum(m.weight.nbytes for m in packable.values())
+    if model.device.type != "cpu" or size < SMALL or not all(m.weight.device.type == "cpu" for m in packable.values()):
         return 0
-    of_each_shape = {m.weight.shape: m for m in found.values()}
+    of_each_shape = {m.weight.shape: m for m in packable.values()}
     if not all(_trustworthy(m) for m in of_each_shape.values()):
         return 0
-    names = list(found)
+    names = list(packable)
     del of_each_shape
     for name in names:  # one at a time, so that at most one matrix exists twice
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PrepackedLinear(found.pop(name)))
+        setattr(model.get_submodule(parent), child, PrepackedLinear(packable.pop(name)))
     return len(names)
 
 

@@ -22,7 +22,7 @@ from parse_train.training_config import IGNORED
 class LogprobExample:
     """One labelled draft; the fields are those of `ValidityExample`, with log-probabilities instead of tokens."""
 
-    found: TokenLogprobs
+    logprobs: TokenLogprobs
     cuts: list[int]
     labels: list[bool]
     weights: list[float]
@@ -33,19 +33,19 @@ class LogprobExample:
 
     @property
     def length(self) -> int:
-        return len(self.found.ids)
+        return len(self.logprobs.ids)
 
     @property
     def draft_ids(self) -> list[int]:
-        return self.found.ids.tolist()
+        return self.logprobs.ids.tolist()
 
     @classmethod
     def of(cls, draft: ReadDraft, k: int) -> LogprobExample:
-        row, found = draft.row, draft.found
+        row, stored = draft.row, draft.logprobs
         assert row.cuts is not None
-        found = TokenLogprobs(found.ids, found.own, found.top_ids[:, :1].clone(), found.top[:, :k].clone())
+        logprobs = TokenLogprobs(stored.ids, stored.own, stored.top_ids[:, :1].clone(), stored.top[:, :k].clone())
         weights = [2 * share - 1 for share in row.confidence]
-        return cls(found, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
+        return cls(logprobs, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
 
 
 def load_datasets(
@@ -105,14 +105,14 @@ class LogprobCollator:
     """
 
     def __call__(self, examples: Sequence[LogprobExample]) -> dict[str, Tensor]:
-        size, longest, most = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
-        own, top = torch.zeros(size, longest), torch.zeros(size, longest, examples[0].found.top.shape[-1])
+        size, longest, max_cuts = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
+        own, top = torch.zeros(size, longest), torch.zeros(size, longest, examples[0].logprobs.top.shape[-1])
         ids, first = (torch.zeros(size, longest, dtype=torch.long) for _ in range(2))
-        cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
-        weights = torch.zeros(size, most)
+        cuts, labels = (torch.full((size, max_cuts), IGNORED) for _ in range(2))
+        weights = torch.zeros(size, max_cuts)
         for i, example in enumerate(examples):
-            n, k, found = example.length, len(example.cuts), example.found
-            own[i, :n], top[i, :n], ids[i, :n], first[i, :n] = found.own, found.top, found.ids, found.top_ids[:, 0]
+            n, k, read = example.length, len(example.cuts), example.logprobs
+            own[i, :n], top[i, :n], ids[i, :n], first[i, :n] = read.own, read.top, read.ids, read.top_ids[:, 0]
             cuts[i, :k], weights[i, :k] = torch.tensor(example.cuts), torch.tensor(example.weights)
             labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
         arrays = {"own": own, "top": top, "ids": ids, "first": first, "cuts": cuts}

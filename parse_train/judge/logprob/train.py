@@ -92,8 +92,8 @@ def first_head(config: LogprobTrainingConfig) -> tuple[LogprobHead, set[str]]:
 def usual_drafts(config: LogprobTrainingConfig, train: ValidityDataset) -> UsualDrafts:
     """Measure the training drafts at the temperature to serve, or the lowest."""
     known = [example.temperature for example in train.examples if example.temperature is not None]
-    wanted = min(known, default=None) if config.risk_temperature is None else config.risk_temperature
-    return UsualDrafts.of(example.found for example in train.examples if example.temperature == wanted)
+    temperature = min(known, default=None) if config.risk_temperature is None else config.risk_temperature
+    return UsualDrafts.of(example.logprobs for example in train.examples if example.temperature == temperature)
 
 
 def describe(
@@ -109,10 +109,10 @@ def describe(
     data = ", ".join((config.data, *config.more_data))
     provenance: dict[str, Any] = {"data": data, **counts, "template_options": config.template_options}
     provenance |= {name: getattr(config, name) for name in settings}
-    known = max(islice(read_drafts(config.data), _CANDIDATES), key=lambda draft: len(draft.found.ids))
-    own = known.found.own[:_KNOWN_TEXT].tolist()
+    known = max(islice(read_drafts(config.data), _CANDIDATES), key=lambda draft: len(draft.logprobs.ids))
+    own = known.logprobs.own[:_KNOWN_TEXT].tolist()
     context = language.render(known.row.prompt)
-    reference = {"ids": [*context, *known.found.ids[: len(own)].tolist()], "logprobs": [round(x, 4) for x in own]}
+    reference = {"ids": [*context, *known.logprobs.ids[: len(own)].tolist()], "logprobs": [round(x, 4) for x in own]}
     return ValidityConfig(
         probe_ids=(),
         probe_text="",

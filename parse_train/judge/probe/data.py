@@ -57,11 +57,11 @@ class ValidityCollator:
     pad_id: int = 0
 
     def __call__(self, examples: Sequence[ValidityExample]) -> dict[str, Tensor]:
-        size, longest, most = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
+        size, longest, max_cuts = len(examples), max(e.length for e in examples), max(len(e.cuts) for e in examples)
         input_ids = torch.full((size, longest), self.pad_id)
-        visible = torch.zeros(size, most, dtype=torch.long)
-        cuts, labels = (torch.full((size, most), IGNORED) for _ in range(2))
-        weights = torch.zeros(size, most)
+        visible = torch.zeros(size, max_cuts, dtype=torch.long)
+        cuts, labels = (torch.full((size, max_cuts), IGNORED) for _ in range(2))
+        weights = torch.zeros(size, max_cuts)
         for i, example in enumerate(examples):
             k = len(example.cuts)
             input_ids[i, : example.length] = torch.tensor(example.context_ids + example.draft_ids)

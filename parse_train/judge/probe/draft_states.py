@@ -40,12 +40,12 @@ class StateStore:
             compute: called with the indices of uncached rows, and returns their states.
         """
         keys = [b"%d:%b" % (at, row.cpu().numpy().tobytes()) for at, row in zip(starts, rows, strict=True)]
-        found = [self._stored.get(key) for key in keys]
-        missing = [i for i, states in enumerate(found) if states is None]
+        stored = [self._stored.get(key) for key in keys]
+        missing = [i for i, states in enumerate(stored) if states is None]
         for i, states in zip(missing, compute(missing) if missing else [], strict=True):
-            found[i] = states
+            stored[i] = states
             self._keep(keys[i], states)
-        return [states for states in found if states is not None]
+        return [states for states in stored if states is not None]
 
     def _keep(self, key: bytes, states: DraftStates) -> None:
         size = len(key) + sum(part.numel() * part.element_size() for part in states)

@@ -48,8 +48,8 @@ def _decimal(hundredths: int) -> str:
 def written_out(rng: Random, max_number: int) -> str:
     """Return one equation with numbers of any length up to `max_number`, worked out in parts."""
 
-    def number(most: float) -> int:  # log-uniform: all lengths are equally frequent
-        return max(1, round(most ** rng.random()))
+    def number(limit: float) -> int:  # log-uniform: all lengths are equally frequent
+        return max(1, round(limit ** rng.random()))
 
     sign = rng.choice("+--**/%")
     left, right = number(max_number), number(max_number)

@@ -89,8 +89,8 @@ class PackedSamples(IterableDataset):
             row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "document": []}
             document = 0
             while True:  # first fit: the oldest waiting sample that fits
-                room = length - len(row["input_ids"])
-                fit = next((i for i, sample in enumerate(pool) if len(sample[0]) <= room), None)
+                remaining = length - len(row["input_ids"])
+                fit = next((i for i, sample in enumerate(pool) if len(sample[0]) <= remaining), None)
                 if fit is None:
                     break
                 ids, labels = pool.pop(fit)

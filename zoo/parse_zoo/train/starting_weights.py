@@ -56,10 +56,10 @@ def with_lora(config: LanguageModelConfig) -> tuple[PeftModel, dict[str, Any]]:
     return adapted, base
 
 
-def _load_lora(folder: str, adapted: PeftModel, wanted: LoraConfig, base: Mapping[str, Any]) -> None:
+def _load_lora(folder: str, adapted: PeftModel, requested: LoraConfig, base: Mapping[str, Any]) -> None:
     """Load the LoRA in `folder` into `adapted`; raise ValueError for other sizes or another base model."""
     lora = read_lora(Path(folder))
-    for key, value in (("r", wanted.r), ("lora_alpha", wanted.lora_alpha), ("use_rslora", False)):
+    for key, value in (("r", requested.r), ("lora_alpha", requested.lora_alpha), ("use_rslora", False)):
         if lora.config.get(key, value) != value:
             raise ParseError(f"initial_lora {folder} has {key} {lora.config[key]}, but the recipe has {value}")
     lora.check_base(str(base["fingerprint"]), str(base["name"]))

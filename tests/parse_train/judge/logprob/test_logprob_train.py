@@ -139,7 +139,7 @@ def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
 
 
 def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
-    before = [draft.found.own.tolist() for draft in read_drafts(build / "build")]
+    before = [draft.logprobs.own.tolist() for draft in read_drafts(build / "build")]
     assert len(before) == 48 and all(value < 0 for row in before for value in row)
     last = sorted((build / "build" / "logprobs").glob("*.parquet"))[-1]
     last.unlink()
@@ -147,7 +147,7 @@ def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
         list(read_drafts(build / "build"))
     model = load_language_model(build / "target", role="target", dtype="float32")
     add_logprobs(build / "build", lambda: LocalWriter(model, 5), 3)
-    assert [draft.found.own.tolist() for draft in read_drafts(build / "build")] == before
+    assert [draft.logprobs.own.tolist() for draft in read_drafts(build / "build")] == before
     add_logprobs(build / "build", lambda: pytest.fail("nothing is missing"), 3)
 
 
