@@ -40,4 +40,4 @@ class CalibrationError(ParseError):
 
 
 class ServerError(ParseError):
-    """A server that serves something else than it should, or whose answer cannot be used."""
+    """A server with the wrong model, or with an unusable response."""

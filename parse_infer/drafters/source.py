@@ -24,7 +24,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Block(Draft):
-    """The beginning of a draft, up to where more tokens stop paying.
+    """The beginning of a draft, up to where one more token is not faster.
 
     Attributes:
         n_drafted: number of tokens in the draft model's own; 0: it cannot continue. `ids` may be empty all the same,

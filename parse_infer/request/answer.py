@@ -164,7 +164,7 @@ class Answer:
         self._detokenizer.flush()
 
     def forget_validity(self) -> None:
-        """Remove the validities of all spans, because the judge that gave them knows no such drafts."""
+        """Remove the validities of all spans: the draft turned out to be out of distribution."""
         for piece in self._pieces:
             piece.validity = None
 

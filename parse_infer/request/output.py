@@ -9,12 +9,12 @@ FinishReason = Literal["eos", "stop", "length"]
 Source = Literal["draft", "target"]
 Fallback = Literal["no_draft", "draft_refused", "judge_failed", "unusual_draft"]
 """Why the target answered without a draft: no draft server responds; the draft model or its server refuses; the judge
-failed on the draft; the judge knows no such drafts, and accepts only what the target would write itself."""
+failed on the draft; the draft is out of distribution, so that only greedy matches are accepted."""
 FALLBACKS: dict[Fallback, str] = {
     "no_draft": "no draft server responds",
     "draft_refused": "the draft model refuses the prompt",
     "judge_failed": "the judge failed on the draft",
-    "unusual_draft": "the judge knows no drafts like this one",
+    "unusual_draft": "the draft is unlike the judge's training drafts",
 }
 
 
@@ -32,8 +32,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a draft or of a scored response, with the validity of the prefix that ends with it; None if the
-    judge knows no such drafts."""
+    """One segment of a draft or of a scored response, with the validity of the prefix that ends with it; None for a
+    draft out of distribution."""
 
     text: str
     n_tokens: int

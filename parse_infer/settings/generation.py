@@ -61,14 +61,13 @@ class GenerationSettings:
     block_tokens: BlockTokens = setting(
         "auto",
         "Draft tokens that the target reads at once. At the first rejected token of a block the target's own token "
-        "takes its place, and the draft model continues. auto: each block ends where one more token stops paying. "
+        "takes its place, and the draft model continues. auto: each block ends where one more token is not faster. "
         "whole: the draft is a whole answer, and the target writes the rest after a rejection.",
         ge=1,
     )
-    """A judge without token doubt, and on servers every judge but one on log-probabilities, knows only that a segment
-    fails. "auto" is "whole" there, and in blocks of a number the target writes a segment. An adapter with a probe and
-    token doubt reads whole drafts only: "auto" is "whole", and a number is refused. Over servers "auto" is the rest
-    of the answer if the draft's server does not return log-probabilities; else see
+    """Judges that score segments, not tokens, turn "auto" into "whole"; in blocks of a number the target then writes a
+    segment. An adapter with a probe and token doubt also turns "auto" into "whole", and refuses a number. If a draft
+    server returns no log-probabilities, "auto" drafts the rest of the answer; else see
     `parse_infer.decoding.block_length`. A given draft text is always read whole. None means "whole", the published
     method (PARSE, arXiv 2605.04263)."""
     strict_tokens: int = setting(

@@ -29,9 +29,9 @@ class DraftModelProposer:
         confidence: a chain ends with the first token whose probability under `draft` is lower. The length of a chain
             depends only on its tokens, so block verification stays exact.
 
-    With neither `tokens` nor `confidence`, a greedy chain ends where one more token stops paying (`BlockLength`), and
-    the model writes alone while no chain pays. Other chains have `TOKENS` and `CONFIDENCE`, since the random numbers
-    of an answer must not depend on measured times.
+    With neither `tokens` nor `confidence`, a greedy chain ends where one more token is not faster (`BlockLength`), and
+    the model writes alone while no chain is faster. Other chains have `TOKENS` and `CONFIDENCE`, since the random
+    numbers of an answer must not depend on measured times.
 
     Raises:
         ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, or `confidence`

@@ -208,7 +208,7 @@ class CompletionServers:
         return [answers[number] for number in range(len(answers))]
 
     def _home(self, request: CompletionRequest | ReadRequest) -> int:
-        """Return the index of the request's server, or of one that stands in for it while it is away."""
+        """Return the index of the request's server, or of a healthy substitute."""
         members = self._pool.members
         healthy = [i for i, server in enumerate(members) if server.healthy] or range(len(members))
         own = request.home % len(members)
