@@ -164,10 +164,10 @@ class ChoiceState:
 
     def _parts(self, spans: list[Span]) -> list[Part]:
         """Spans without the stop string after the text; their texts concatenate to `text`."""
-        parts, room = [], len(self.text)
+        parts, remaining = [], len(self.text)
         for span in spans:
-            text = span.text[:room]
-            room -= len(text)
+            text = span.text[:remaining]
+            remaining -= len(text)
             parts.append(Part(text=text, source=span.source, n_tokens=span.n_tokens, validity=span.validity))
         return parts
 

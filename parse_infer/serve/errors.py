@@ -134,8 +134,8 @@ def invalid_body(problems: Sequence[Mapping[str, Any]], is_json: bool = True) ->
         where = ".".join(place) or "the name of a field"
         return ApiError(400, f"{where} is not Unicode: it has half of a surrogate pair", "invalid_value", where)
     if not place:
-        wanted = "a JSON object" if is_json else "a JSON object, with the header Content-Type: application/json"
-        return ApiError(400, f"the body must be {wanted}", "invalid_json")
+        expected = "a JSON object" if is_json else "a JSON object, with the header Content-Type: application/json"
+        return ApiError(400, f"the body must be {expected}", "invalid_json")
     name = ".".join(place)
     if kind == "missing":
         message = f"{name} is missing"

@@ -22,7 +22,7 @@ from parse_infer.text.prompts import Prompt
 log = logging.getLogger("parse_infer.serve")
 
 
-Told = tuple[ChoiceState, Event, str]
+ChoiceEvent = tuple[ChoiceState, Event, str]
 """The choice of an event, the event, and the text that may be sent now."""
 
 
@@ -41,7 +41,7 @@ class RequestedAnswers:
 
     async def jobs(self, runner: Runner) -> list[tuple[Job, int]]:
         """Render each prompt once; return the jobs with their numbers of prompt tokens. Raises ApiError."""
-        found = []
+        jobs = []
         for prompt in self.prompts:
             try:
                 runner.check_length("draft text", len(self.draft_text or ""))
@@ -50,16 +50,16 @@ class RequestedAnswers:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
             tokens = len(ids)
-            found += [
+            jobs += [
                 (Job(rendered, settings, self.draft_text, self.alone, self.watched), tokens)
                 for settings in self.settings
             ]
-        return found
+        return jobs
 
 
 async def answers(
     runner: Runner, queue: AdmissionQueue, metrics: Metrics, requested: RequestedAnswers, audit: Audit | None = None
-) -> AsyncGenerator[Told, None]:
+) -> AsyncGenerator[ChoiceEvent, None]:
     """Admit a request and yield all its events.
 
     Raises ApiError if the queue or the runner rejects the request, or if the runner fails.
@@ -79,7 +79,7 @@ async def answers(
 
 async def _answered(
     runner: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
-) -> AsyncGenerator[Told, None]:
+) -> AsyncGenerator[ChoiceEvent, None]:
     with api_errors(choice.index), metrics.meter(choice) as meter:
         async with aclosing(runner.stream(choice.job)) as moments:
             async for moment in moments:
@@ -92,22 +92,22 @@ async def _answered(
                 yield choice, moment.event, text
 
 
-async def _chained(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+async def _chained(streams: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
     for stream in streams:
         async with aclosing(stream):
-            async for told in stream:
-                yield told
+            async for event in stream:
+                yield event
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerator[Told, None]:
+async def _merged(streams: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
     """Merge the streams; the first error ends all of them."""
-    queue: asyncio.Queue[Told | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue()
 
-    async def follow(stream: AsyncGenerator[Told, None]) -> None:
+    async def follow(stream: AsyncGenerator[ChoiceEvent, None]) -> None:
         try:
             async with aclosing(stream):
-                async for told in stream:
-                    queue.put_nowait(told)
+                async for event in stream:
+                    queue.put_nowait(event)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -116,13 +116,13 @@ async def _merged(streams: Sequence[AsyncGenerator[Told, None]]) -> AsyncGenerat
     try:
         going = len(tasks)
         while going:
-            told = await queue.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
                 going -= 1
             else:
-                yield told
+                yield event
     finally:
         for task in tasks:
             task.cancel()

@@ -152,5 +152,5 @@ class RequestHandler:
         if not body.says_adaptive:
             settings = [each.override(adaptive=self._adaptive) for each in settings]
         changed = changed_option(body.prompts[0], self.runner.template_options)
-        found = [promised(each, self._risk, self.runner.calibration, changed) for each in settings]
-        return [each for each, _ in found], found[0][1]
+        covered = [promised(each, self._risk, self.runner.calibration, changed) for each in settings]
+        return [each for each, _ in covered], covered[0][1]

@@ -32,7 +32,7 @@ class JsonLines(logging.Formatter):
 
 def describe_error(error: BaseException) -> list[dict[str, Any]]:
     """Class and stack frames of an exception and its causes. The message is left out: it may quote a request."""
-    found, seen = list[dict[str, Any]](), set[int]()
+    errors, seen = list[dict[str, Any]](), set[int]()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
@@ -41,9 +41,9 @@ def describe_error(error: BaseException) -> list[dict[str, Any]]:
             for frame, line in traceback.walk_tb(cause.__traceback__)
         ]
         kind = type(cause)
-        found.append({"class": f"{kind.__module__}.{kind.__qualname__}", "frames": frames})
+        errors.append({"class": f"{kind.__module__}.{kind.__qualname__}", "frames": frames})
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return found
+    return errors
 
 
 def log_settings(level: str = "INFO") -> dict[str, Any]:

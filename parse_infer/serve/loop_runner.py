@@ -52,10 +52,10 @@ class LoopRunner(Runner):
 
     @property
     def gauges(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
-        found: dict[str, tuple[str, Callable[[], float]]] = {}
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         for role, servers in self._backend.servers.items():
-            found[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
-        return found
+            gauges[f"parse_{role}_servers_healthy"] = f"Healthy replicas of the {role} model.", servers.count
+        return gauges
 
     @property
     def upstream(self) -> Mapping[tuple[str, str, str], int]:

@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from parse_infer.request.events import Done, Event
 from parse_infer.serve.choice_state import ChoiceState, Usage, event_body, usage_of, usage_so_far
 from parse_infer.serve.errors import ApiError, failure
-from parse_infer.serve.event_stream import Told
+from parse_infer.serve.event_stream import ChoiceEvent
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.protocol.fields import AnswerBody
 
 log = logging.getLogger("parse_infer.serve")
-Answers = AsyncGenerator[Told, None]
+Answers = AsyncGenerator[ChoiceEvent, None]
 _LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 LAST_WRITE_S = 5.0  # for an error event to a client that has stopped reading
 GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
@@ -133,10 +133,10 @@ class AnswerWriter:
             opening = self._shape.opening(choice.index)
             if opening is not None:
                 yield self._chunk([opening], choice, opens=True)
-        told = event_body(event) if self._include_events else None
-        if text or told is not None:
+        details = event_body(event) if self._include_events else None
+        if text or details is not None:
             piece = self._shape.piece(choice.index, text)
-            yield self._chunk([piece if told is None else {**piece, "parse": told}], choice)
+            yield self._chunk([piece if details is None else {**piece, "parse": details}], choice)
         if isinstance(event, Done):
             closing = self._shape.closing(choice)
             yield self._chunk([{**closing, "parse": choice.statistics().model_dump()}], choice)
@@ -227,8 +227,8 @@ async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings
             raise
         if not isinstance(error, ApiError):
             log.exception("failure")
-        told = error if isinstance(error, ApiError) else failure()
-        await _write(send, event_line(told.body), more=False)
+        reported = error if isinstance(error, ApiError) else failure()
+        await _write(send, event_line(reported.body), more=False)
 
 
 def warning_header(warnings: Sequence[str]) -> dict[str, str]:

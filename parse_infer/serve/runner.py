@@ -201,13 +201,13 @@ class Runner(ABC):
             raise InvalidRequest(str(error)) from error
 
     def _rendered(
-        self, thread: TokenizerThread, asked: Prompt | TokenPrompt, drafted: bool
+        self, thread: TokenizerThread, prompt: Prompt | TokenPrompt, drafted: bool
     ) -> tuple[RenderedPrompt, list[int]]:
         own = thread.target
-        if isinstance(asked, TokenPrompt):
-            own.check_tokens(asked.ids)
-            asked = Verbatim.of_tokens(asked.ids, own.tokenizer)
-        rendered = RenderedPrompt.of(asked)
+        if isinstance(prompt, TokenPrompt):
+            own.check_tokens(prompt.ids)
+            prompt = Verbatim.of_tokens(prompt.ids, own.tokenizer)
+        rendered = RenderedPrompt.of(prompt)
         ids = own.render(rendered.prompt)
         rendered.remember(self._target, ids)
         draft = thread.draft if drafted else None

@@ -26,8 +26,8 @@ def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises ValueError with one sentence on failure."""
     try:
         # proto is explicit: asyncio turns Nagle's delay (40 ms) off only for sockets marked as TCP.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = addresses[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -42,10 +42,10 @@ def listen(host: str, port: int) -> socket.socket:
 def _connections() -> int:
     """Raise the soft limit of file descriptors, and return the number of connections that it leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
     return max(64, (_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4)
 
 

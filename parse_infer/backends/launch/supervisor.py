@@ -86,7 +86,7 @@ class Process:
     def why(self) -> str:
         """Quote the log: the last error with the lines after it, or the last lines."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        errors = [found for found in _ERROR.finditer(text) if "root cause" not in found[0]]
+        errors = [match for match in _ERROR.finditer(text) if "root cause" not in match[0]]
         lines = text[errors[-1].start() :].splitlines()[:3] if errors else text.splitlines()[-3:]
         return f"{' | '.join(line.strip() for line in lines)[:500]} (log: {self.log})"
 

@@ -40,8 +40,8 @@ def launch(
         FileNotFoundError: the environment variable names no Python.
         OSError: a server does not become ready; the message quotes its log.
     """
-    found = find_spec("vllm")
-    if PYTHON not in os.environ and (found is None or found.origin is None):  # origin None: a folder named vllm
+    package = find_spec("vllm")
+    if PYTHON not in os.environ and (package is None or package.origin is None):  # origin None: a folder named vllm
         raise ModuleNotFoundError("vLLM is not installed here", name="vllm")
     if shutil.which(os.environ.get(PYTHON, sys.executable)) is None:
         raise FileNotFoundError(f"{PYTHON} is {os.environ[PYTHON]!r}, which is not a program: correct or unset it")
@@ -97,14 +97,14 @@ def draft_server(model: str | Path) -> dict[str, Any]:
 
 def environment(role: str, options: Mapping[str, Any]) -> dict[str, str]:
     """Environment variables of a server's process with these options; variables that are already set stay."""
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if not torch.cuda.is_available():  # all servers share the cores, with equal memory
-        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2"}
         if role == "draft":
-            wanted["OMP_NUM_THREADS"] = "1"  # a second OpenMP team on the target's cores slows both down
+            variables["OMP_NUM_THREADS"] = "1"  # a second OpenMP team on the target's cores slows both down
     if (options.get("speculative_config") or {}).get("method") == "ngram":
-        wanted |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "1"}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:

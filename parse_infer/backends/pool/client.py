@@ -185,7 +185,7 @@ class Client:
                 await session.connector.close()
             session.detach()
 
-    def _answer(self, method: str, url: str, body: dict[str, Any] | bytes | None = None) -> _Answer:
+    def _answer(self, method: str, url: str, body: dict[str, Any] | bytes | None = None) -> _Response:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
@@ -194,10 +194,10 @@ class Client:
                 connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
             )
             self._loop = loop
-        return _Answer(self._session, method, url, body, self._key_hint)
+        return _Response(self._session, method, url, body, self._key_hint)
 
 
-class _Answer:
+class _Response:
     """`async with` context of a response; connection errors become `TransientServerError`.
 
     The response is successful, or rejects the request itself if the body is given as bytes.
@@ -223,7 +223,7 @@ class _Answer:
             self._response = response = await self._request
             if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status)):
                 return response
-            said = (await response.read()).decode(errors="replace")
+            body = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken("does not answer", error) from error
         if 300 <= response.status < 400:
@@ -231,7 +231,7 @@ class _Answer:
             sentence = f"redirects to {place}: give the address behind it"
             raise RequestRejected(f"{self._url} {sentence}", sentence, response.status)
         if 400 <= response.status < 500 and response.status not in (408, 429):
-            sentence = _message(said)
+            sentence = _message(body)
             hint = f": {self._key_hint}" if response.status in (401, 403) else ""
             message = f"{self._url} rejects a request ({response.status}): {sentence}{hint}"
             raise RequestRejected(message, sentence, response.status)
@@ -287,11 +287,11 @@ def _probabilities(choice: Any) -> list[float]:
     return [math.exp(value) for value in listed if isinstance(value, (int, float))]
 
 
-def _message(said: str) -> str:
+def _message(body: str) -> str:
     """The message in an error's body."""
     try:
-        found = json.loads(said)
-        found = found.get("error", found.get("detail", found))
-        return str(found["message"] if isinstance(found, dict) else found)[:300]
+        content = json.loads(body)
+        error = content.get("error", content.get("detail", content))
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
     except (ValueError, KeyError, AttributeError, RecursionError):
-        return " ".join(said.split())[:300]
+        return " ".join(body.split())[:300]

@@ -93,10 +93,10 @@ class Identity:
         """Raise ValueError if the server's `/tokenize` disagrees with the tokenizer of the model `name`."""
         body = {"model": self.model, "prompt": _SAMPLE, "add_special_tokens": False}
         try:
-            found = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
+            ids = (await self._client.post(f"{server.url}/tokenize", body))["tokens"]
         except (TransientServerError, RequestRejected, KeyError, TypeError):  # only vLLM has this path
             return
-        if found != tokenizer.encode(_SAMPLE, add_special_tokens=False):
+        if ids != tokenizer.encode(_SAMPLE, add_special_tokens=False):
             raise ServerError(
                 f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
                 "server with that model"

@@ -147,14 +147,14 @@ class ReplicaPool:
     async def written(
         self,
         ids: Sequence[int],
-        most: int,
+        max_tokens: int,
         settings: dict[str, Any],
         lease: Lease | None = None,
         watched: bool = True,
         confidences: list[float] | None = None,
         silence_s: float | None = None,
     ) -> AsyncGenerator[list[int], None]:
-        """Yield at most `most` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
+        """Yield at most `max_tokens` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
 
         Args:
             silence_s: how long a streaming server may send nothing.
@@ -163,16 +163,16 @@ class ReplicaPool:
         Raises as `ask` does.
         """
         if not watched:
-            body = self._body(ids, most, settings, lease)
+            body = self._body(ids, max_tokens, settings, lease)
             yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return
-        got: list[int] = []
+        received: list[int] = []
         tried = self._no_attempts(lease)
         while tried.left:
             server = await self._server(lease, tried)
-            body = self._body([*ids, *got], most - len(got), settings, lease)
+            body = self._body([*ids, *received], max_tokens - len(received), settings, lease)
             if "min_tokens" in settings:  # counts the whole text
-                body["min_tokens"] = max(0, settings["min_tokens"] - len(got))
+                body["min_tokens"] = max(0, settings["min_tokens"] - len(received))
             body = server.dialect.stream(body, confidences is not None)
             abort = server.dialect.abort(body)
             async with self._attempt(server, tried) as attempt:
@@ -180,10 +180,10 @@ class ReplicaPool:
                 async with aclosing(self._client.written(url, body, confidences, abort)) as pieces:
                     while (piece := await self._next(attempt, pieces, silence_s)) is not None:
                         attempt.answered = True
-                        got += piece
+                        received += piece
                         yield piece
                 return
-            if len(got) >= most or (got and got[-1] in settings["stop_token_ids"]):
+            if len(received) >= max_tokens or (received and received[-1] in settings["stop_token_ids"]):
                 return  # the text is complete; only the end of the stream was lost
         raise self._balancer.failing(tried)
 
@@ -242,8 +242,10 @@ class ReplicaPool:
         own = {} if lease is None or lease.cache_salt is None else {"cache_salt": lease.cache_salt}
         return {"model": self.model} | body | self.fields | own
 
-    def _body(self, ids: Sequence[int], most: int, settings: dict[str, Any], lease: Lease | None) -> dict[str, Any]:
-        return self._with_common_fields({"prompt": list(ids), "max_tokens": most, **settings}, lease)
+    def _body(
+        self, ids: Sequence[int], max_tokens: int, settings: dict[str, Any], lease: Lease | None
+    ) -> dict[str, Any]:
+        return self._with_common_fields({"prompt": list(ids), "max_tokens": max_tokens, **settings}, lease)
 
     async def _with_retries(
         self,

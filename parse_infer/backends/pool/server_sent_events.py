@@ -26,18 +26,18 @@ class EventDecoder:
         if after_cr and piece.startswith(b"\n"):
             piece = piece[1:]  # the second half of a line end
         *ended, rest = _LINE_END.split(piece)
-        found: list[bytes] = []
+        data: list[bytes] = []
         for end in ended:
-            found += self._end_line(b"".join([*self._line, end]))
+            data += self._end_line(b"".join([*self._line, end]))
             self._line.clear()
         self._line.append(rest)
-        return found
+        return data
 
     def end(self) -> list[bytes]:
         """Return the data of an event whose blank line is missing: some servers end their streams without it."""
-        found = self._end_line(b"".join(self._line)) + self._end_line(b"")
+        data = self._end_line(b"".join(self._line)) + self._end_line(b"")
         self._line.clear()
-        return found
+        return data
 
     def _end_line(self, line: bytes) -> list[bytes]:
         if self._first_line:

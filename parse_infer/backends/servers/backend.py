@@ -147,14 +147,14 @@ class ServerBackend:
     async def _examine(self, servers: ReplicaPool, language: TokenizerSpec | None, server: Replica) -> None:
         """Raise ValueError if a new or recovered server has the wrong tokenizer, or cannot judge or draft."""
         if servers is not self._target.servers:
-            found = await find_text_api(servers, server, language)
-            if found is not None and len(servers.identity.names) > 1:
+            text_api = await find_text_api(servers, server, language)
+            if text_api is not None and len(servers.identity.names) > 1:
                 names = ", ".join(servers.identity.names[:12])
                 raise ServerError(f"the draft server {server.url} serves several models: set draft to one of {names}")
-            if any(other.examined and other is not server for other in servers.members) and found != self._text_api:
+            if any(other.examined and other is not server for other in servers.members) and text_api != self._text_api:
                 raise ServerError(f"the draft server {server.url} takes prompts unlike the others: use one kind")
-            self._text_api = found
-            if found is not None:
+            self._text_api = text_api
+            if text_api is not None:
                 without_special_tokens(self.target.tokenizer)  # now, not during the first answer
                 return
         assert language is not None
@@ -168,14 +168,14 @@ class ServerBackend:
         return {servers.role: servers for servers, _ in self._known()}
 
     def _known(self) -> list[tuple[ReplicaPool, TokenizerSpec | None]]:
-        found: list[tuple[ReplicaPool, TokenizerSpec | None]] = [(self._target.servers, self._target.language)]
+        known: list[tuple[ReplicaPool, TokenizerSpec | None]] = [(self._target.servers, self._target.language)]
         if self._drafts is not None and isinstance(self._drafts[0], ReplicaPool):
-            found.append((self._drafts[0], self._drafts[1]))
-        return found
+            known.append((self._drafts[0], self._drafts[1]))
+        return known
 
     @property
     def probe_tokens(self) -> int:
-        return self._target.room
+        return self._target.tokens_after_draft
 
     def describe(self) -> dict[str, Any]:
         """Names of the models. The operator of a server answers for the weights behind a name."""

@@ -80,8 +80,8 @@ class CachedReadCheck:
             tail = self._ids[max(len(self._context), cached + 1) :]
             if not tail:
                 continue
-            found, expected = (self._dialect.parse(one, tail, self._reads.k) for one in (response, uncached))
-            if not _same(found, expected):
+            reads = (self._dialect.parse(each, tail, self._reads.k) for each in (response, uncached))
+            if not _same(*reads):
                 return "its cached reads return other log-probabilities than its uncached ones"
         return None
 

@@ -36,18 +36,18 @@ class _Job:
     """A requested draft.
 
     Attributes:
-        most: token limit.
+        max_tokens: limit of the draft.
         pieces: pieces of the draft; then None, or the error.
-        wanted: False: the caller has left.
+        cancelled: the caller has left.
     """
 
     ids: list[int]
-    most: int
+    max_tokens: int
     sampling: Sampling
     end_ids: frozenset[int]
     loop: asyncio.AbstractEventLoop
     pieces: asyncio.Queue[list[int] | Exception | None] = field(default_factory=asyncio.Queue)
-    wanted: bool = True
+    cancelled: bool = False
     sent: int = 0
 
     async def next_piece(self, silence_s: float | None) -> list[int] | Exception | None:
@@ -85,7 +85,7 @@ class InProcessDraft:
     async def written(
         self,
         ids: Sequence[int],
-        most: int,
+        max_tokens: int,
         settings: Mapping[str, Any],
         place: object = None,
         silence_s: float | None = None,
@@ -94,7 +94,7 @@ class InProcessDraft:
         numbers = {name: settings[name] for name in ("temperature", "top_p", "top_k")}
         numbers["top_k"] = max(0, numbers["top_k"])
         sampling = Sampling(**numbers, seed=settings.get("seed", secrets.randbits(62)))
-        job = _Job(list(ids), most, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
+        job = _Job(list(ids), max_tokens, sampling, frozenset(settings["stop_token_ids"]), asyncio.get_running_loop())
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="parse-draft", daemon=True)
             self._thread.start()
@@ -105,7 +105,7 @@ class InProcessDraft:
                     raise Unavailable(f"the draft model failed: {piece}") from piece
                 yield piece
         finally:
-            job.wanted = False
+            job.cancelled = True
 
     def close(self) -> None:
         """End all drafts with an error and wait for the thread to end."""
@@ -137,7 +137,7 @@ class InProcessDraft:
                     fail(RuntimeError("it was closed"))
                     return
                 waiting.append(job)
-            waiting = deque(job for job in waiting if job.wanted)
+            waiting = deque(job for job in waiting if not job.cancelled)
             try:
                 writing = self._step(batch, writing, waiting)
             except Exception as error:  # such as out of memory: the next drafts may fit
@@ -158,7 +158,7 @@ class InProcessDraft:
             waiting.popleft()
         batch.step()
         for job, run in writing:
-            run.ended = run.ended or run.written[-1] in job.end_ids or not job.wanted
+            run.ended = run.ended or run.written[-1] in job.end_ids or job.cancelled
             if run.ended or len(run.written) - job.sent >= _PIECE:
                 job.put(run.written[job.sent :])
                 job.sent = len(run.written)
@@ -172,5 +172,5 @@ class InProcessDraft:
         if not jobs:
             return []
         contexts = self._decoder.prefill([job.ids for job in jobs])
-        rows = [BatchRow(i, len(job.ids), job.most, job.sampling) for i, job in enumerate(jobs)]
+        rows = [BatchRow(i, len(job.ids), job.max_tokens, job.sampling) for i, job in enumerate(jobs)]
         return [self._decoder.run(contexts, row) for row in rows]

@@ -131,7 +131,7 @@ class ServerModelPair:
         if reads is not None:
             unread = min(context, PREFILL) if self._at.server.reads_cache else context
             left = min(left, reads.max_tokens - unread)
-        behind = max(0, left - self._target.room)
+        behind = max(0, left - self._target.tokens_after_draft)
         return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
 
     async def propose(self, round: int) -> Sequence[int]:
@@ -255,12 +255,12 @@ class ServerModelPair:
             body = writing.body(sampling, round, logprobs=length is not None)
             written = servers.relayed(source.api.path, body, self._draft_at, silence_s, read_chunk)
         else:
-            asked = server_settings(sampling, source.end_ids, "draft", round)
+            settings = server_settings(sampling, source.end_ids, "draft", round)
             listed: dict[str, Any] = {"silence_s": silence_s}
             listed |= {} if length is None else {"confidences": timed.confidences}
-            written = servers.written(writing.context, writing.remaining_tokens, asked, self._draft_at, **listed)
+            written = servers.written(writing.context, writing.remaining_tokens, settings, self._draft_at, **listed)
         reads, unknown = self._target.reads, self._request.carried.usual is None
-        least = reads.first_tokens if reads is not None and unknown else 0
+        min_tokens = reads.first_tokens if reads is not None and unknown else 0
         survival, seen = 1.0, 0
         async with aclosing(written) as pieces:
             async for piece in pieces:
@@ -271,7 +271,7 @@ class ServerModelPair:
                 if length is not None and len(timed.confidences) > seen:
                     survival *= math.prod(map(length.survival_of, timed.confidences[seen:]))
                     seen = len(timed.confidences)
-                    if length.end_after(survival) and (not least or len(writing.draft().ids) >= least):
+                    if length.end_after(survival) and (not min_tokens or len(writing.draft().ids) >= min_tokens):
                         return
 
     def _note_block(self, length: BlockLength, timed: _Timed, draft: Sequence[int], kept: int) -> None:

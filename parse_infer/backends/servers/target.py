@@ -48,7 +48,7 @@ class Target:
         reads: judges drafts by log-probabilities.
         questions: judges drafts by questions to the target.
         segmenter: finds the cuts that the local backend judges.
-        room: tokens that the window must have after a draft.
+        tokens_after_draft: number of tokens that the window must leave free after a draft.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Target:
         self.questions = judge if isinstance(judge, ZeroShotRequests) else None
         self.language = language
         self.servers = servers
-        probe_tokens = 0 if self.questions is None else len(self.questions.asked)
+        probe_tokens = 0 if self.questions is None else len(self.questions.question)
         self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
-        self.room = 0 if judge is None else probe_tokens + 1
+        self.tokens_after_draft = 0 if judge is None else probe_tokens + 1
 
     async def ask(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease) -> Scores:
         """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and
@@ -178,11 +178,10 @@ class Target:
     async def _written_once(
         self, request: Request, round: int, lease: Lease | None, watched: bool
     ) -> AsyncGenerator[int, None]:
-        room = request.answer.remaining_tokens
-        asked = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+        settings = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
         if not watched:
-            asked |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, room, asked, lease, watched)
+            settings |= stop_settings(request.settings.stop)
+        written = self.servers.written(request.context, request.answer.remaining_tokens, settings, lease, watched)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):

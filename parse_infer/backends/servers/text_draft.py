@@ -71,7 +71,7 @@ async def find_text_api(servers: ReplicaPool, server: Replica, draft: TokenizerS
         trials.append((COMPLETIONS, {"prompt": ids, "return_token_ids": True}))
     for path, prompt in ((COMPLETIONS, {"prompt": "1"}), (CHAT, {"messages": [{"role": "user", "content": "1"}]})):
         trials += [(path, prompt | _LOGPROBS[path]), (path, prompt)]
-    said: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for path, fields in trials:
         try:
             response = await servers.ask_one(server, {"max_tokens": 1, "temperature": 0, **fields}, path)
@@ -79,20 +79,20 @@ async def find_text_api(servers: ReplicaPool, server: Replica, draft: TokenizerS
                 if response["choices"][0].get("token_ids"):
                     return None
             elif path == COMPLETIONS and (response.get("usage") or {}).get("prompt_tokens", 0) > _PLAIN_TOKENS:
-                said[path] = "puts a prompt into a chat template"  # such as Ollama's
+                refusals[path] = "puts a prompt into a chat template"  # such as Ollama's
             else:
                 return TextApi(path, bool(read_piece(response)[1]))
         except RequestRejected as error:
             if error.status in (401, 403):
                 raise
-            said[path] = error.sentence
+            refusals[path] = error.sentence
         except TransientServerError as error:
             if error.status not in _UNSUPPORTED:
                 raise
-            said[path] = str(error)
+            refusals[path] = str(error)
         except _MALFORMED:
-            said[path] = "has another format"
-    why = "; ".join(f"{path}: {reason}" for path, reason in said.items())
+            refusals[path] = "has another format"
+    why = "; ".join(f"{path}: {reason}" for path, reason in refusals.items())
     raise ServerError(
         f"the draft server {server.url} returns neither token ids nor text: give an OpenAI-compatible server ({why})"
     )
@@ -158,14 +158,14 @@ class TextDraft:
         self.chat = _chat(prompt, target) if api.path == CHAT else {}
         ids = renders.encode(prompt)
         self.prompt = prompt_text(renders.tokenizer, ids) if api.path != CHAT else ""
-        self._room = window - len(ids) if window else sys.maxsize
+        self._free_tokens = window - len(ids) if window else sys.maxsize
 
     def begin(self, answer_ids: Sequence[int], max_new_tokens: int) -> TextStream | None:
         """Start a draft that continues the answer; None if the server cannot continue."""
         answer = Detokenizer(self.target.tokenizer, self.left)
         answer.add(answer_ids)
         ended = bool(answer_ids) and answer_ids[-1] in self.target.eos_ids
-        limit = min(max_new_tokens, self._room - len(answer_ids))
+        limit = min(max_new_tokens, self._free_tokens - len(answer_ids))
         if limit < 1 or ended or not answer.complete or (self.api.path == CHAT and (answer_ids or not self.chat)):
             return None
         return TextStream(self, answer.text, limit, begun=bool(answer_ids))
@@ -222,11 +222,11 @@ class TextStream:
 
     def confidences_of(self, ids: Sequence[int]) -> list[float]:
         """Return the confidence of each of the draft's tokens: of the server's token at its first character."""
-        text, found = Detokenizer(self._source.target.tokenizer), list[float]()
+        text, confidences = Detokenizer(self._source.target.tokenizer), list[float]()
         for token in ids:
-            found.append(self.confidences[max(0, bisect_right(self._places, len(text.text)) - 1)])
+            confidences.append(self.confidences[max(0, bisect_right(self._places, len(text.text)) - 1)])
             text.add([token])
-        return found
+        return confidences
 
 
 def _chat(prompt: RenderedPrompt, target: TokenizerSpec) -> dict[str, Any]:

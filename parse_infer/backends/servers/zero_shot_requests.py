@@ -26,7 +26,7 @@ class ZeroShotRequests:
 
     def __init__(self, tokenizer: Any, end_ids: Collection[int], top: int = TOP) -> None:
         probe = question_probe(tokenizer, QUESTION)
-        self.asked = probe.ids
+        self.question = probe.ids
         self._end_ids = frozenset(end_ids) if probe.closes_turn else frozenset()  # the question ends the turn itself
         self._answers = verbalizer_ids(tokenizer, probe.text, WORDS)
         self._texts = {tokenizer.decode([id]): id for id in self._answers}
@@ -37,7 +37,7 @@ class ZeroShotRequests:
         prompts = []
         for cut in cuts:
             shown = cut - 1 if cut and draft[cut - 1] in self._end_ids else cut
-            prompts.append([*context, *draft[:shown], *self.asked])
+            prompts.append([*context, *draft[:shown], *self.question])
         tokens = {"max_tokens": 1, "temperature": 0, "return_tokens_as_token_ids": True}
         return {"prompt": prompts, "logprobs": self._top, **tokens}
 
@@ -45,25 +45,25 @@ class ZeroShotRequests:
         """Read the validity of each of n prefixes. Raise ValueError for an incomplete response."""
         try:
             choices = sorted(response["choices"], key=lambda choice: choice["index"])
-            found = [self._by_id(choice["logprobs"]["top_logprobs"][0]) for choice in choices]
-            if len(found) != n:
-                raise ServerError(f"{len(found)} choices")
+            top = [self._by_id(choice["logprobs"]["top_logprobs"][0]) for choice in choices]
+            if len(top) != n:
+                raise ServerError(f"{len(top)} choices")
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
                 f"the server's answer lacks the log-probabilities of {n} tokens ({type(error).__name__})"
             ) from error
-        return [self._validity(one) for one in found]
+        return [self._validity(each) for each in top]
 
-    def _by_id(self, found: Mapping[str, float]) -> dict[int, float]:
+    def _by_id(self, top: Mapping[str, float]) -> dict[int, float]:
         """Map token texts to ids. Unknown texts get ids below 0, since their values still bound those of others."""
-        ids = {text: int(text.removeprefix("token_id:")) for text in found if text.startswith("token_id:")}
+        ids = {text: int(text.removeprefix("token_id:")) for text in top if text.startswith("token_id:")}
         ids = ids or self._texts  # a server without `return_tokens_as_token_ids`
-        return {ids.get(text, -1 - i): float(value) for i, (text, value) in enumerate(found.items())}
+        return {ids.get(text, -1 - i): float(value) for i, (text, value) in enumerate(top.items())}
 
-    def _validity(self, found: Mapping[int, float]) -> float:
+    def _validity(self, top: Mapping[int, float]) -> float:
         yes, no = self._answers
-        if yes not in found and no not in found:
+        if yes not in top and no not in top:
             raise ServerError(f"the server's log-probabilities hold neither answer ({yes} or {no})")
-        lowest = min(found.values())  # upper bound for tokens that are not listed
-        logit = found.get(yes, lowest) - found.get(no, lowest)
+        lowest = min(top.values())  # upper bound for tokens that are not listed
+        logit = top.get(yes, lowest) - top.get(no, lowest)
         return 1 / (1 + math.exp(-min(max(logit, -500.0), 500.0)))

@@ -94,11 +94,11 @@ async function answer(parse, place, speed) {
   let kept = null;
   for await (const chunk of events(response.body)) {
     if (chunk.error) throw new Error(chunk.error.message);
-    for (const { parse: told } of chunk.choices) {
-      if (told && told.event) shown.see(told);
-      else if (told) {
-        seconds = told.timings.total_s;
-        kept = told.draft_tokens ? `, ${Math.round(100 * told.kept)} % of the draft kept` : "";
+    for (const { parse: statistics } of chunk.choices) {
+      if (statistics && statistics.event) shown.see(statistics);
+      else if (statistics) {
+        seconds = statistics.timings.total_s;
+        kept = statistics.draft_tokens ? `, ${Math.round(100 * statistics.kept)} % of the draft kept` : "";
       }
     }
     if (chunk.usage && seconds !== null) {

@@ -164,14 +164,14 @@ ALONE = "target"  # a mode of requests only
 
 def _parse_fields() -> dict[str, Any]:
     """The fields of `ParseOptions` that are generation settings, with their types, texts and bounds."""
-    found: dict[str, Any] = {}
+    declared: dict[str, Any] = {}
     for name, one in SETTINGS.items():
         if name not in OUTSIDE_PARSE:
             hint, text, bounds = one.hint, one.help, {} if one.is_number_or_choice else one.bounds
             if name == "mode":
                 hint, text = Literal[(*one.choices, ALONE)], f"{text} {ALONE}: no draft, the target answers alone."
-            found[name] = (hint | None, Field(None, description=text, **bounds))
-    return found
+            declared[name] = (hint | None, Field(None, description=text, **bounds))
+    return declared
 
 
 class ParseOptions(create_model("Settings", __base__=Body, **_parse_fields())):  # type: ignore[misc]
@@ -236,8 +236,8 @@ class AnswerBody(Body):
     def _check(self) -> AnswerBody:
         strings = self.stop_strings
         if any(not 0 < len(string) <= LONGEST_STOP for string in strings):
-            sentence = "stop: give texts of 1 to {most} characters"
-            raise PydanticCustomError("sentence", sentence, {"most": LONGEST_STOP})
+            sentence = "stop: give texts of 1 to {limit} characters"
+            raise PydanticCustomError("sentence", sentence, {"limit": LONGEST_STOP})
         if self.temperature is not None and 0 < self.temperature < 0.01:
             raise PydanticCustomError("sentence", "temperature: give 0 (the most likely token) or at least 0.01")
         if self.stream_options is not None and not self.stream:

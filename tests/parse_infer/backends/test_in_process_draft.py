@@ -28,8 +28,8 @@ def draft(engine):
     assert "parse-draft" not in {thread.name for thread in threading.enumerate()}
 
 
-async def read(local: InProcessDraft, ids, most=50, sampling=GREEDY, end_ids=frozenset()) -> list[int]:
-    pieces = local.written(ids, most, server_settings(sampling, end_ids, "draft", 1))
+async def read(local: InProcessDraft, ids, max_tokens=50, sampling=GREEDY, end_ids=frozenset()) -> list[int]:
+    pieces = local.written(ids, max_tokens, server_settings(sampling, end_ids, "draft", 1))
     return [token async for piece in pieces for token in piece]
 
 
@@ -50,7 +50,7 @@ def test_a_draft_ends_with_the_tokens_and_the_budget_of_its_request(draft):
     whole = asyncio.run(read(draft, IDS[0]))
     end = next(i for i in range(3, len(whole)) if whole[i] not in whole[:i])
     assert asyncio.run(read(draft, IDS[0], end_ids={whole[end]})) == whole[: end + 1]
-    assert asyncio.run(read(draft, IDS[0], most=7)) == whole[:7]
+    assert asyncio.run(read(draft, IDS[0], max_tokens=7)) == whole[:7]
 
 
 def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
     monkeypatch.setattr(Batch, "compact", lambda b: (shrunk.append(len(b.free)), compact(b)))
 
     async def all_of_them() -> list[list[int]]:
-        return await asyncio.gather(*(read(local, IDS[0], most=10 * n) for n in range(1, 9)))
+        return await asyncio.gather(*(read(local, IDS[0], max_tokens=10 * n) for n in range(1, 9)))
 
     lengths = [len(tokens) for tokens in asyncio.run(all_of_them())]
     local.close()
@@ -82,7 +82,7 @@ def test_a_draft_that_nobody_wants_leaves(draft):
         pieces = draft.written(IDS[0], 10_000, server_settings(Sampling(), set()))
         await anext(pieces)
         await pieces.aclose()
-        await read(draft, IDS[1], most=5)
+        await read(draft, IDS[1], max_tokens=5)
 
     asyncio.run(look_at_the_first_piece())
     steps = draft._decoder.steps
@@ -106,7 +106,7 @@ def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch, ste
 
 def test_closing_ends_all_drafts(draft):
     async def closed_meanwhile() -> list[object]:
-        reading = [asyncio.create_task(read(draft, ids, most=10_000)) for ids in IDS]  # more than rows
+        reading = [asyncio.create_task(read(draft, ids, max_tokens=10_000)) for ids in IDS]  # more than rows
         await asyncio.sleep(0.1)
         draft.close()
         async with asyncio.timeout(WAIT_S):
