@@ -18,8 +18,8 @@ import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
-from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerState
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -60,7 +60,7 @@ def data_digest(examples: Iterable[Any]) -> str:
     """Identify training examples, which are dataclasses, by their content."""
     digest = hashlib.sha256()
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         if isinstance(value, Tensor):
             digest.update(value.numpy(force=True).tobytes())
         elif is_dataclass(value):
@@ -126,23 +126,38 @@ class RecipeNote(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {"recipe": self.recipe}, "attributes": {}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: TrainerControl, **_: object) -> None:
         state.stateful_callbacks[type(self).__name__] = self.state()  # a named checkpoint may have another recipe
 
 
 class StopAtNaN(TrainerCallback):
     """Ends a training whose gradient is NaN: all weights are NaN after the step."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: object,
+    ) -> None:
         if math.isnan(float((logs or {}).get("grad_norm", 0))):
             raise self._error("gradient is", state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: object,
+    ) -> None:
+        assert model is not None
         trained = (weights for weights in model.parameters() if weights.requires_grad)
         if any(weights.isnan().any() for weights in trained):  # the last steps are not logged
             raise self._error("weights are", state)
 
-    def _error(self, what: str, state: Any) -> ParseError:
+    def _error(self, what: str, state: TrainerState) -> ParseError:
         return ParseError(
             f"the {what} NaN at step {state.global_step}, so the training has ended: try a lower learning_rate, or "
             "float32 instead of bf16; earlier checkpoints may be NaN too"

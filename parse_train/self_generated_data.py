@@ -68,7 +68,7 @@ class SelfGeneratedConfig(AnswerConfig, TrackedTrainingConfig):
         check_at_least_one(self, "n_problems", "n_eval_problems", "max_answer_tokens", "batch_size")
 
 
-def check_at_least_one(config: Any, *keys: str) -> None:
+def check_at_least_one(config: object, *keys: str) -> None:
     """Raise ValueError for a value below 1."""
     for key in keys:
         if getattr(config, key) < 1:

@@ -110,7 +110,7 @@ def load_config_of(path: str | Path, overrides: Sequence[str]) -> Any:
     return parse_recipe(path, overrides, [BuildConfig], "parse-data build")[0]
 
 
-def plan_training(config: Any) -> TrainingPlan:
+def plan_training(config: object) -> TrainingPlan:
     """Compute the plan of a recipe.
 
     Raises:

@@ -115,7 +115,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}, split {split}, row {number}", row
 
 
-def check_row(row: Any, where: str) -> LabelledDraft:
+def check_row(row: object, where: str) -> LabelledDraft:
     """Convert the row to a `LabelledDraft`; `where` locates the row in errors."""
 
     def refuse(reason: str) -> ValueError:
@@ -173,9 +173,9 @@ def check_row(row: Any, where: str) -> LabelledDraft:
     )
 
 
-def _all(values: Any, kind: type) -> bool:
+def _all(values: object, kind: type) -> bool:
     return isinstance(values, list) and all(isinstance(v, kind) and (kind is bool or v is not True) for v in values)
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

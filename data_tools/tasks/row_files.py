@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from parse_infer.errors import ParseError
 from parse_infer.files import json_rows
@@ -40,7 +40,7 @@ def rows_of_files(files: Sequence[str], delimiter: str | None) -> Iterator[dict[
             raise ParseError(f"{name} cannot be read: {error}") from error
 
 
-def _json_rows(file: Any, name: str) -> Iterator[dict[str, Any]]:
+def _json_rows(file: IO[str], name: str) -> Iterator[dict[str, Any]]:
     start = file.read(1)
     while start.isspace():
         start = file.read(1)

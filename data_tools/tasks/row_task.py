@@ -82,7 +82,7 @@ class RowTask:
             raise ParseError(f"{place}: the reference {reference!r} is no letter from A to J, as choice needs")
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return the text of a reference; true and false as in JSON."""
     return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
 
@@ -92,7 +92,7 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content or ())
 
 
-def check_text(place: str, value: Any) -> None:
+def check_text(place: str, value: object) -> None:
     """Raise ValueError if a text in a row's value has half of a surrogate pair, which no file in UTF-8 can hold."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -101,7 +101,7 @@ def check_text(place: str, value: Any) -> None:
         raise ParseError(f"{place}: the text {around!a} ends in half of a character: repair or drop the row") from None
 
 
-def check_prompt(place: str, prompt: Any) -> None:
+def check_prompt(place: str, prompt: object) -> None:
     """Raise ValueError unless the prompt is a non-empty text or list of chat messages."""
     if not prompt:
         raise ParseError(f"{place}: the prompt is empty")

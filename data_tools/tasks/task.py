@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
+from parse_infer.text.prompts import Prompt
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -44,12 +45,12 @@ def comparison(task: Task, problem: Problem) -> Callable[[str, str], bool] | Non
     return own(problem) if own else None
 
 
-def prompt_id(prompt: Any) -> str:
+def prompt_id(prompt: Prompt) -> str:
     """Return an id, derived from the prompt alone, for a problem without id."""
     return f"prompt-{prompt_hash(prompt)}"
 
 
-def split_of(prompt: Any, sharing: Collection[Split]) -> Split:
+def split_of(prompt: Prompt, sharing: Collection[Split]) -> Split:
     """Return the split of a prompt, by its hash, among the splits that share one source.
 
     Validation and test get 10 % each. The first of train, test and validation that shares the source gets the rest."""
@@ -59,6 +60,9 @@ def split_of(prompt: Any, sharing: Collection[Split]) -> Split:
     return next(split for split in order if split in sharing)
 
 
-def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ParseError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+def check_split(split: str) -> Split:
+    """Return the split; raise ParseError for an unknown name."""
+    for known in SPLITS:
+        if split == known:
+            return known
+    raise ParseError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")

@@ -30,7 +30,7 @@ class AnswerRecord:
 
     row: int
     """Line in the file of prompts, from 0."""
-    id: Any
+    id: object
     answer: dict[str, Any]
 
     @property

@@ -30,7 +30,7 @@ NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE
 def run_demo(
     engine: ParseEngine,
     problems: Sequence[BenchProblem],
-    check: Callable[[Any, str], bool],
+    check: Callable[[Any, str], bool | None],
     console: Console,
     *,
     max_new_tokens: int = 256,

@@ -5,28 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 from parse_infer.cli.options import read_pairs
 from parse_infer.errors import ParseError
 
+if TYPE_CHECKING:
+    from data_tools.tasks.task import Problem, Task
 
-def open_task(name: str, task_options: Sequence[str] | None = None) -> Any:
+
+def open_task(name: str, task_options: Sequence[str] | None = None) -> Task:
     """Load a task of `data_tools` with KEY=VALUE options. Raises ValueError for an unknown name or a bad value."""
     from data_tools.tasks.registry import load_task
 
     return load_task(name, **read_pairs(task_options, "--task-option"))
 
 
-def take_problems(task: Any, split: str, seed: int, limit: int) -> list[Any]:
+def take_problems(task: Task, split: str, seed: int, limit: int) -> list[Problem]:
     """Take the first problems of a split, at most `limit`.
 
     Raises ValueError for an empty or unknown split.
     """
     from data_tools.tasks.task import check_split
 
-    check_split(split)
-    problems = list(islice(task.problems(split, seed=seed, limit=limit), limit))
+    problems = list(islice(task.problems(check_split(split), seed=seed, limit=limit), limit))
     if not problems:
         raise ParseError(f"task {task.name} has no {split} problems")
     if len(problems) < limit:

@@ -23,7 +23,7 @@ class PromptRow:
     place: str
     """File and line, for error messages."""
     prompt: Prompt
-    id: Any = None
+    id: object = None
     draft: str | None = None
     response: str | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from parse_infer.cli.expand import KIND, expand_parameter
 from parse_infer.settings.fields import SettingField, setting_fields
@@ -19,7 +20,7 @@ _NUMBERS_OR_CHOICES = [one.name for one in setting_fields(GenerationSettings).va
 SAMPLING = ("draft_sampling", "resume_sampling")
 
 
-def option_of(name: str) -> Any:
+def option_of(name: str) -> OptionInfo:
     """The typer option of one setting, for a command that spells out its type and default."""
     return _option(setting_fields(GenerationSettings)[name])
 
@@ -60,11 +61,11 @@ def _parameter(one: SettingField, defaults: dict[str, Any]) -> inspect.Parameter
     return _keyword(one.name, kind | None if one.optional else kind, _option(one), defaults.get(one.name, one.default))
 
 
-def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+def _keyword(name: str, kind: Any, option: OptionInfo, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, KIND, default=default, annotation=Annotated[kind, option])
 
 
-def _option(one: SettingField) -> Any:
+def _option(one: SettingField) -> OptionInfo:
     """The option of a field. The dataclass checks choices and shares, in one sentence with the way out."""
     text = f"{one.help.removesuffix('.')}; repeatable." if one.name in _LISTS else one.help
     minimum = one.bounds.get("ge") if one.hint is int else None

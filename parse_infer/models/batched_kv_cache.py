@@ -8,7 +8,6 @@ row's last token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +101,9 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the constructor receives the memory."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [B, heads, n, D] to the placed slots; return the first `n_keys` slots."""
         self.keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
         self.values[self.rows, :, self.slots] = value_states.transpose(1, 2)

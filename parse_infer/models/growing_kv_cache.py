@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -36,7 +35,7 @@ class GrowingKVCache(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, reserved: Callable[[], int], zeroed: bool, **_: Any) -> None:
+    def __init__(self, reserved: Callable[[], int], zeroed: bool, **_: object) -> None:
         super().__init__()
         self._reserved, self._zeroed = reserved, zeroed
         self.length = 0
@@ -46,7 +45,9 @@ class GrowingKVCache(CacheLayerMixin):
         self.buffers = [s.new_empty(*s.shape[:2], 0, s.shape[3]) for s in (key_states, value_states)]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values [1, kv heads, n, head size]; return all of them, as views of the buffer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

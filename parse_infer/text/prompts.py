@@ -224,7 +224,7 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
             raise PromptError(f"{name!r} is no option of the chat template that a prompt may set.")
 
 
-def _check(prompt: Any) -> None:
+def _check(prompt: object) -> None:
     if isinstance(prompt, str):
         contents = [prompt]
     elif isinstance(prompt, Sequence):

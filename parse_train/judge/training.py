@@ -10,6 +10,7 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
@@ -81,7 +82,7 @@ def finish(
     trainer: ValidityTrainer,
     evaluation: ValidityDataset,
     facts: ValidityConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     learnt: Collection[str] = (),
 ) -> None:
     """Evaluate on held-out problems, choose the threshold, and export.
@@ -139,7 +140,7 @@ def finish(
 
 
 def scored_table(
-    scored: ScoredDrafts, evaluation: ValidityDataset, tokenizer: Any, limit: int = 100
+    scored: ScoredDrafts, evaluation: ValidityDataset, tokenizer: PreTrainedTokenizerBase, limit: int = 100
 ) -> tuple[list[str], list[list[Any]]]:
     """Return the columns and rows of a table of held-out drafts: a row for each segment of at most `limit` drafts."""
     columns = ["draft", "text", "validity", "label"]

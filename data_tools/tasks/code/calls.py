@@ -65,7 +65,7 @@ def _hint(annotation: ast.expr | None, example: tuple[Any, ...]) -> ast.expr:
     return ast.parse(_type_of(*example), mode="eval").body
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
     kind = "None" if value is None else type(value).__name__
     if not isinstance(value, (list, set, tuple, dict)) or not value:
         return kind

@@ -86,7 +86,7 @@ def defines(node: ast.stmt) -> bool:
 def limited(seconds: float) -> Iterator[None]:
     """Raise Late in the block after so many seconds of CPU time."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_: object) -> None:
         raise Late
 
     signal.signal(signal.SIGVTALRM, stop)
@@ -119,7 +119,7 @@ def outcomes(function: Callable[..., Any], calls: Sequence[str]) -> list[Any]:
     return found
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value as JSON that keeps its type. Elements of sets and keys are sorted."""
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 _LIMITS = {"AS": 512 << 20, "FSIZE": 1 << 20, "NOFILE": 32, "NPROC": 8, "CORE": 0}  # sizes in bytes
 _ALL_FILES = "size=16m,nr_inodes=1024,mode=755"
@@ -91,7 +90,7 @@ def _mount(source: str | Path | None, target: str | Path, kind: str | None, flag
     _call("mount", *texts, flags, options.encode() or None)
 
 
-def _call(name: str, *values: Any) -> None:
+def _call(name: str, *values: object) -> None:
     """Call a function of the C library. Raise OSError if it fails."""
     if getattr(_libc, name)(*values) < 0:
         error = ctypes.get_errno()

@@ -150,7 +150,7 @@ def configs(name: str) -> list[dict[str, Any]]:
     return list(_members(known))
 
 
-def _members(item: Any) -> Iterator[dict[str, Any]]:
+def _members(item: object) -> Iterator[dict[str, Any]]:
     """Yield the tasks of a group, whose members are names or inline tasks and groups."""
     index = _manager().task_index
     if isinstance(item, Mapping):

@@ -223,7 +223,7 @@ def track_results(environment: dict[str, Any], modes: dict[str, dict[str, Any]])
     tracking.log_table("modes", ["mode", *names], rows)
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     """A figure as a table has it; an interval becomes text."""
     return value if value is None or isinstance(value, (int, float, str)) else str(value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import number_or_choice
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from parse_infer.calibration.schema import Calibration
 
 
@@ -110,7 +112,7 @@ def calibrate(
         console.print(f"Written: {path}", soft_wrap=True)
 
 
-def promises_table(calibration: Calibration) -> Any:
+def promises_table(calibration: Calibration) -> Table:
     """Build the terminal table of a calibration's promises."""
     from parse_infer.evaluation.tables import terminal_table
     from parse_infer.settings.acceptance import describe_threshold

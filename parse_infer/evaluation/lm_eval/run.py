@@ -182,7 +182,7 @@ def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, 
     return [float(value) for value in values] if all(isinstance(v, (int, float, np.number)) for v in values) else []
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert mappings and NumPy scalars to JSON types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}

@@ -220,7 +220,7 @@ class ValidityModel(nn.Module):
         return context, output.last_hidden_state[:, readout_index(k, p).to(visible.device)]
 
     def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = False
+        self, activation_checkpointing_kwargs: object = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:
         """Keep only the inputs of the target's layers for the backward pass, which runs each layer again.
 
@@ -308,7 +308,7 @@ def _reduced_lm_head(target: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
     return ReducedLMHead(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
 
 
-def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name in [name for name in state if name.startswith(prefix) and name not in kept]:
         del state[name]
