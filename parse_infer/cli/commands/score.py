@@ -53,7 +53,7 @@ def score(
             out.print(score_table(result))
         if result.unusual:
             where = f"{row.place}: " if row.place else ""
-            sentence = f"note: {where}the judge knows no responses like this one, so it has no validity"
+            sentence = f"note: {where}the response is unlike the judge's training drafts, so it has no validity"
             print(sentence, file=sys.stderr, flush=True)
 
 

@@ -489,7 +489,7 @@ def test_score_reports_a_response_that_the_judge_does_not_know(capsys):
     assert main(["score", UNUSUAL, response, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["unusual"] and json.loads(captured.out)["validity"] is None
-    assert captured.err.splitlines()[-1].startswith("note: the judge knows no responses like this one")
+    assert captured.err.splitlines()[-1].startswith("note: the response is unlike the judge's training drafts")
     assert main(["score", UNUSUAL, response]) == 0
     assert capsys.readouterr().out == f"? {response}\n".replace("? ", "?      ")
 
