@@ -8,6 +8,7 @@ The decoding loop is `parse_infer.decoding.loop.speculate`. Reference: PARSE, ar
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import warnings
 from collections import deque
@@ -21,7 +22,7 @@ from parse_infer.backends.base import Backend
 from parse_infer.backends.build_options import builder, check_options
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.decoding.adaptive import Controller, InFlight
-from parse_infer.decoding.loop import PairWrapper, identity, segments_of
+from parse_infer.decoding.loop import PairWrapper, segments_of
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import CalibrationError, PromptError, SettingsError
 from parse_infer.request.answer import Answer
@@ -33,6 +34,7 @@ from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_infer.text.prompts import Prompt, as_batch, changed_option, left_context, with_drafts
 
+log = logging.getLogger("parse_infer.backends")
 DEFAULT_THRESHOLD = 0.5  # for a judge without a calibrated threshold
 AHEAD = 4
 _ACCEPTS_NOTHING = (
@@ -56,21 +58,21 @@ class ParseEngine:
 
     Attributes:
         adaptive: default for requests that leave `GenerationSettings.adaptive` at None.
-        pair_wrapper: wraps the `ModelPair` of every request, for example to memoise it.
+        pair_wrapper: wraps the `ModelPair` of every request, to memoise it for a replay.
         running: number of requests in flight.
     """
 
     def __init__(
         self, backend: Backend, *, threshold: float | None = None, calibration: Calibration | None = None
     ) -> None:
-        self.backend: Any = backend
+        self.backend = backend
         chosen = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         self.threshold = check_threshold(chosen)
         self._accepts_nothing = threshold is None and self.threshold > 1
         self.calibration = calibration if calibration is not None else backend.calibration
         self.adaptive = backend.adaptive
         self.controller = Controller()
-        self.pair_wrapper: PairWrapper = identity
+        self.pair_wrapper: PairWrapper | None = None
         self.running = 0
         self._checked: Calibration | None = None
 
@@ -305,15 +307,30 @@ class ParseEngine:
         """
         settings = GenerationSettings.of(settings)
         request = self._request(prompt, settings, draft_text is not None)
+        backend, replayed = self.backend, self.pair_wrapper is not None
         if alone:
-            return self._answer(request, self.backend.alone(request, speculate, watched), None)
+            return self._answer(request, backend.alone(request, speculate, watched), None)
         if self._accepts_nothing and settings.threshold is None and settings.risk is None and settings.mode != "exact":
             warnings.warn(_ACCEPTS_NOTHING, stacklevel=2)
-        source = self.backend.draft_source(request, draft_text)
+        source = self._source(request, draft_text)
+        if isinstance(source, PromptError):
+            return self._answer(request, self._refused(request, source, watched), None)
+        plan = backend.plan(request, source, streamed=watched, replayed=replayed)
+        events = backend.with_draft(request, plan, source, self.pair_wrapper)
         adaptive = self.adaptive if request.settings.adaptive is None else request.settings.adaptive
-        chooses = adaptive and draft_text is None and self.backend.uses_draft(request, source)
-        events = self.backend.with_draft(request, source, self.pair_wrapper, watched)
-        return self._answer(request, events, self.backend.alone(request, True, watched) if chooses else None)
+        chooses = adaptive and draft_text is None and plan.drafts
+        return self._answer(request, events, backend.alone(request, True, watched) if chooses else None)
+
+    async def _refused(self, request: Request, error: PromptError, watched: bool) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer whose prompt the draft model refuses: the target writes it."""
+        if self.pair_wrapper is not None or not self.backend.falls_back:  # a measurement
+            raise error
+        request.fallback = "draft_refused"
+        # A chat template may quote the prompt in its message, which stays out of the log.
+        log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
+        async with aclosing(self.backend.alone(request, True, watched)) as events:
+            async for event in events:
+                yield event
 
     def check(
         self,
@@ -323,7 +340,7 @@ class ParseEngine:
     ) -> None:
         """Raise the ValueError that `events` would raise. No answer in progress notices."""
         request = self._request(prompt, GenerationSettings.of(settings), draft_text is not None)
-        self.backend.draft_source(request, draft_text)
+        self._source(request, draft_text)
 
     def collect(self, prepared: Iterable[AsyncGenerator[Event, None]]) -> Iterator[Generation]:
         """Yield the generations of several `events` in order, each once it and all earlier generations are complete.
@@ -373,7 +390,7 @@ class ParseEngine:
 
         Raises ValueError for an empty prompt or response, and for more tokens than the context window holds.
         """
-        self.backend.require_judge()
+        self._require_judge()
         if not isinstance(response, str) or not response.strip():
             raise PromptError(f"The response is {response!r}; give the text to score.")
         target = self.target
@@ -403,6 +420,20 @@ class ParseEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _source(self, request: Request, draft_text: str | TextDrafter | None) -> Any:
+        """The source of the request's drafts, or the `PromptError` of a draft model that refuses the prompt."""
+        settings = request.settings
+        if settings.mode == "validity" and settings.threshold is not None and settings.threshold <= 1:
+            self._require_judge()
+        return self.backend.draft_source(request, draft_text)
+
+    def _require_judge(self) -> None:
+        if self.backend.judge is None:
+            raise SettingsError(
+                "This engine has no judge: pass adapter=… or min_p=… to from_pretrained, "
+                "or generate with mode='exact'."
+            )
 
     def _request(self, prompt: Prompt, settings: GenerationSettings, has_draft_text: bool) -> Request:
         """Resolve the settings and check the prompt; raise ValueError for an invalid request."""

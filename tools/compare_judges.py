@@ -24,8 +24,9 @@ from transformers import set_seed
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.judge import Judge
 from parse_infer.judge.probe.head import surprise
-from parse_infer.judge.verifier import Judge, Verifier
+from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.environment import describe_machine, describe_run

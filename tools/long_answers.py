@@ -21,7 +21,7 @@ from parse_infer.errors import ParseError
 from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import LogprobHead, LogprobJudge
+from parse_infer.judge.logprob_head import LogprobHead, LogprobScorer
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 from parse_infer.models.loading import load_served_model
 from parse_infer.models.names import resolve
@@ -47,14 +47,14 @@ def join(drafts: Sequence[ReadDraft], k: int) -> TokenLogprobs:
     return TokenLogprobs(*(torch.cat([each[:-1] for each in column]) for column in zip(*parts, strict=True)))
 
 
-def validities(judge: LogprobJudge, config: ValidityConfig, drafts: Sequence[ReadDraft]) -> list[float]:
+def validities(judge: LogprobScorer, config: ValidityConfig, drafts: Sequence[ReadDraft]) -> list[float]:
     """Return the validity of the first, the first two, … of the joined drafts."""
-    logits = judge.score(join(drafts, judge.k), Carried(usual=True)).logits
+    logits = judge.token_scores(join(drafts, judge.k), Carried(usual=True)).logits
     ends = torch.tensor([len(draft.logprobs.ids) - 1 for draft in drafts]).cumsum(0)
     return config.validity(logits[ends - 1]).tolist()
 
 
-def measure(judge: LogprobJudge, config: ValidityConfig, drafts: Sequence[ReadDraft], texts: int) -> list[list[str]]:
+def measure(judge: LogprobScorer, config: ValidityConfig, drafts: Sequence[ReadDraft], texts: int) -> list[list[str]]:
     """Return a row for each entry of `JOINED`: number of drafts, mean tokens, share of right texts, mean validity, the
     same of right texts, and of the texts above `LIKELY` their number, mean validity and share of right ones."""
     rng = random.Random(0)
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         language = load_served_model(config.target["name"])
         head = read_head(arguments.adapter, config, files.head)
         assert isinstance(head, LogprobHead)
-        judge = LogprobJudge(head, TokenTexts(language.tokenizer, language.eos_ids, head.config.buckets))
+        judge = LogprobScorer(head, TokenTexts(language.tokenizer, language.eos_ids, head.config.buckets))
         rows = measure(judge, config, drafts, arguments.texts)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from parse_infer.calibration.schema import Calibration
-from parse_infer.decoding.loop import PairWrapper, Verdict
+from parse_infer.decoding.loop import PairWrapper
+from parse_infer.decoding.plan import Plan
+from parse_infer.judge.judge import Verdict
 from parse_infer.request.events import Event
 from parse_infer.request.request import Request
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.cuts import Segmenter
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 T = TypeVar("T")
@@ -22,12 +25,16 @@ class Backend(Protocol):
     Attributes:
         target, draft: tokenizers, chat templates and context windows; `draft` is None without a draft model,
             or if its server gets text.
+        judge: scores the drafts; None: lossless speculation only.
+        segmenter: finds the cuts of drafts.
         threshold: the judge's calibrated threshold, or None.
         calibration: measured with this adapter and this backend, or None.
         train_problems: hashes of the training prompts of judge and models; empty if unknown.
         deterministic: greedy output is the same for every way to compute it (float32 in this process).
         parallel: maximum number of concurrent answers.
         adaptive: default for `GenerationSettings.adaptive`.
+        falls_back: if the drafts or the judge fail, the target answers alone (`Generation.fallback`). False, for
+            measurements: the request fails.
         probe_tokens: tokens to leave free for the probe in the target's window, after a draft.
     """
 
@@ -35,6 +42,13 @@ class Backend(Protocol):
     calibration: Calibration | None
     parallel: int
     adaptive: bool
+    falls_back: bool
+
+    @property
+    def judge(self) -> Any: ...
+
+    @property
+    def segmenter(self) -> Segmenter: ...
 
     @property
     def target(self) -> TokenizerSpec: ...
@@ -71,32 +85,29 @@ class Backend(Protocol):
         ...
 
     def draft_source(self, request: Request, draft_text: Any) -> Any:
-        """Return the source of a request's drafts: `draft_text`, or the draft model if that is None.
+        """Return the source of a request's drafts: `draft_text`, or the draft model if that is None. The
+        `PromptError` is returned if the draft model refuses the prompt.
 
         Raises ValueError without either.
         """
         ...
 
-    def uses_draft(self, request: Request, source: Any) -> bool:
-        """Whether the draft model writes a draft for this request; if not, `adaptive` has no effect."""
+    def plan(self, request: Request, source: Any, *, streamed: bool, replayed: bool) -> Plan:
+        """Decide how to answer the request from this source of drafts."""
         ...
 
     def with_draft(
-        self, request: Request, source: Any, wrap: PairWrapper, watched: bool
+        self, request: Request, plan: Plan, source: Any, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer from drafts, except `Done`."""
         ...
 
-    def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+    def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer that the target writes without a draft, except `Done`.
 
         Args:
             speculate: use the target's token drafter (lossless speculation).
         """
-        ...
-
-    def require_judge(self) -> Any:
-        """Return the judge. Raise ValueError without a judge."""
         ...
 
     def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:

@@ -53,11 +53,11 @@ class Replay:
         self.memory = Memory()
 
     def __enter__(self) -> Replay:
-        self._before, self.engine.pair_wrapper = self.engine.pair_wrapper, self._memoise
+        self.engine.pair_wrapper = self._memoise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.engine.pair_wrapper = self._before
+        self.engine.pair_wrapper = None
 
     def clear_caches(self) -> None:
         """Drop all stored parts and clear the engine's caches, so that the next prompt starts cold."""
@@ -80,21 +80,14 @@ class _MemoisedPair(Generic[V]):
     """A `ModelPair` that calls another one for parts that are not stored yet."""
 
     def __init__(self, pair: ModelPair[V], request: Request, memory: Memory) -> None:
-        self.segmenter, self.threshold = pair.segmenter, pair.threshold
+        self.segmenter, self.plan = pair.segmenter, pair.plan
         self.max_draft_tokens, self.compact = pair.max_draft_tokens, pair.compact
         self.draft_continues = pair.draft_continues
         self._pair, self._request, self._memory, self.drafted = pair, request, memory, 0
         self._committed: tuple[Sequence[int], V, int] | None = None
 
     async def propose(self, round: int) -> Sequence[int]:
-        # A pair may draft nothing at a threshold above 1, which accepts nothing.
-        key = (
-            "draft",
-            self.threshold > 1,
-            self._request.settings.block_tokens,
-            tuple(self._request.context),
-            self.max_draft_tokens(),
-        )
+        key = ("draft", self.plan.drafts, self.plan.block, tuple(self._request.context), self.max_draft_tokens())
         if key not in self._memory.parts:
             self._memory.parts[key] = await self._pair.propose(round), self._pair.drafted
         draft: Sequence[int]
@@ -102,17 +95,14 @@ class _MemoisedPair(Generic[V]):
         return draft
 
     async def verify(self, draft: Sequence[int]) -> V:
-        # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps. Blocks may be judged
-        # token by token, and above 1 not at all.
-        whole = self._request.settings.block_tokens == "whole"
+        # The acceptance rule decides which cuts are reachable, and so which rows `compact` keeps.
         key = (
             "verdict",
             tuple(self._request.context),
             tuple(draft),
             self._request.settings.acceptance,
             self._request.carried,
-            whole,
-            not whole and self.threshold > 1,
+            self.plan.judged,
         )
         if key not in self._memory.parts:
             verdict = await self._pair.verify(draft)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
@@ -162,6 +162,17 @@ class BlockLength:
             return survival < 0.5
         pace = self._pace.rate or 2 * costs.per_token
         return not pays(survival, costs, pace)
+
+    def ending(self) -> Callable[[float], bool]:
+        """Begin a block. The result receives the confidence of each token and returns whether the block ends there."""
+        survival = 1.0
+
+        def ends(confidence: float) -> bool:
+            nonlocal survival
+            survival *= self.survival_of(confidence)
+            return self.end_after(survival)
+
+        return ends
 
     def note(
         self,

@@ -11,8 +11,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from parse_infer.decoding.plan import Plan
+from parse_infer.judge.judge import Verdict
 from parse_infer.request.answer import Answer
 from parse_infer.request.events import Drafted, Event, Resumed, Verified
 from parse_infer.request.output import Segment
@@ -20,36 +22,8 @@ from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import maximal_valid_prefix
 from parse_infer.text.cuts import Segmenter
 
-if TYPE_CHECKING:
-    from parse_infer.judge.logprob_head import TokenScores
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Verdict(Protocol):
-    """K cuts of a draft, and the validity of the prefix up to each cut."""
-
-    @property
-    def cuts(self) -> list[int]: ...
-
-    @property
-    def validity(self) -> list[float]: ...
-
-    @property
-    def scores(self) -> TokenScores | None:
-        """What a judge of single tokens carries into the next draft; None: the validity depends on this one alone."""
-        ...
-
-    @property
-    def by_token(self) -> bool:
-        """There is a cut after every token, so that the first rejected one is never the target's choice."""
-        ...
-
-    @property
-    def unusual(self) -> bool:
-        """The judge knows no such drafts, and accepts only what the target would write itself."""
-        ...
 
 
 V = TypeVar("V", bound=Verdict)
@@ -58,9 +32,8 @@ V = TypeVar("V", bound=Verdict)
 class ModelPair(Protocol, Generic[V]):
     """Target and draft source of one request. Only `speculate` extends the request's answer."""
 
+    plan: Plan
     segmenter: Segmenter
-    threshold: float
-    """The request's threshold."""
     drafted: int
     """Tokens that the draft model wrote for the last draft, in its own tokens; 0: it cannot continue."""
 
@@ -98,16 +71,13 @@ class ModelPair(Protocol, Generic[V]):
 
 
 PairWrapper = Callable[[ModelPair[Any], Request], ModelPair[Any]]
-"""Wraps a request's `ModelPair`, for example to memoise it."""
-
-
-def identity(pair: ModelPair[Any], request: Request) -> ModelPair[Any]:
-    return pair
+"""Wraps a request's `ModelPair`, to memoise it."""
 
 
 async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Event, None]:
     """Yield all events of an answer except `Done`."""
-    settings, answer = request.settings, request.answer
+    settings, answer, plan = request.settings, request.answer, pair.plan
+    request.stats.block_tokens = plan.block_tokens
     for round in itertools.count(1):
         strict = len(answer.ids) < settings.strict_tokens  # nothing is drafted yet
 
@@ -128,7 +98,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):
             # The validity of an unusual draft is 0, which a threshold of 0 would accept.
-            threshold = max(pair.threshold, 1e-6) if verdict.unusual else pair.threshold
+            threshold = max(plan.threshold, 1e-6) if verdict.unusual else plan.threshold
             kept = maximal_valid_prefix(verdict.validity, threshold, settings.acceptance)
             cut = verdict.cuts[kept - 1] if kept else 0
             tail = pair.count_greedy_matches(draft, verdict, cut)

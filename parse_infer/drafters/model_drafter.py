@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from parse_infer.decoding.plan import SourceKind
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream, TokenStream
 from parse_infer.drafters.source import Block, Draft
 from parse_infer.errors import PromptError
@@ -40,7 +41,7 @@ class ModelDrafter:
         self.draft = draft
         self.target = target
         self.shares_tokens = share_tokens(draft, target)
-        self.one_segment = one_segment is not None
+        self.kind = SourceKind(is_model=True, one_segment=one_segment is not None, blocks=True, confidences=True)
         self._segmenter = None if one_segment is None else Segmenter(draft.tokenizer, one_segment)
         self._translation: CrossTokenizerDraft | None = None
         self._sampling = Sampling()
@@ -80,17 +81,17 @@ class ModelDrafter:
         answer_ids: Sequence[int],
         max_new_tokens: int,
         longest: int,
-        ends: Callable[[float], bool],
+        ends: Callable[[float], bool] | None = None,
         min_target_tokens: int = 0,
     ) -> Block:
-        """Draft the next tokens of the answer, up to the first token after which `ends` returns True.
+        """Draft the next tokens of the answer, up to the first token at which `ends` returns True.
 
         The tokens behind a corrected one are kept as guesses: one forward finds how many of them still fit.
 
         Args:
             max_new_tokens: number of tokens that the answer may still have.
             longest: longest block, in the draft model's tokens.
-            ends: receives the draft model's probability of each token.
+            ends: receives the draft model's probability of each token; None: only `longest` ends the block.
             min_target_tokens: the block goes on until it has as many of the target's tokens, if it can.
         """
         if self._translation is None:
@@ -112,7 +113,7 @@ class ModelDrafter:
             if writing.is_finished:
                 return True
             n = len(confidences)
-            if not (n >= longest or ends(confidence)):
+            if not ((ends is not None and ends(confidence)) or n >= longest):
                 return False
             # A token that the target lacks ends the block in its tokens.
             return n >= 4 * min_target_tokens or len(writing.block().ids) >= min_target_tokens

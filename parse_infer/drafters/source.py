@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from parse_infer.decoding.plan import SourceKind
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import Prompt
 
@@ -39,7 +40,13 @@ class Block(Draft):
 
 
 class DraftSource(Protocol):
-    """Proposes drafts for one answer at a time."""
+    """Proposes drafts for one answer at a time.
+
+    Attributes:
+        kind: what it can do.
+    """
+
+    kind: SourceKind
 
     @property
     def forwards(self) -> int:

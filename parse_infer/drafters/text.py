@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parse_infer.decoding.plan import SourceKind
 from parse_infer.drafters.source import Draft
 from parse_infer.errors import PromptError
 from parse_infer.settings.sampling import Sampling
@@ -23,6 +24,7 @@ class TextDrafter:
     """
 
     forwards = 0
+    kind = SourceKind()
 
     def __init__(self, text: str, target: TokenizerSpec, prompt: Prompt, finished: bool = True) -> None:
         if not isinstance(text, str) or not text.strip():

@@ -7,7 +7,7 @@ head on log-probabilities (`LogprobHead`) has none either, and fits every copy o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
+from parse_infer.judge.judge import Scorer
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobScorer
 from parse_infer.judge.probe.head import Probe, ValidityHead
 from parse_infer.judge.probe.lora import ProbeLoRA
+from parse_infer.judge.probe.scorer import ProbeScorer
+from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 
@@ -152,6 +155,13 @@ class ValidityAdapter:
     @property
     def fingerprint(self) -> str:
         return judge_fingerprint((self.peft_config, self.config.to_dict()), (self.tensors, self.head.state_dict()))
+
+    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> Scorer:
+        if isinstance(self.head, LogprobHead):
+            texts = TokenTexts(tokenizer, end_ids, self.head.config.buckets)
+            return LogprobScorer(self.head, texts, self.config.usual_drafts, self.config.validity)
+        assert model is not None, "hidden states are read in the target's process"
+        return ProbeScorer(self.head, self.probe, self.lora, end_ids, model, self.config.validity)
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the adapter folder atomically.

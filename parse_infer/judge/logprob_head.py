@@ -8,14 +8,16 @@ no doubt, because the target would have written the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from parse_infer.judge.carried import Carried
+from parse_infer.judge.carried import Carried, TokenScores
+from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.probe.head import in_float32
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
 from parse_infer.judge.usual_drafts import UsualDrafts
@@ -104,50 +106,41 @@ class LogprobHead(nn.Module):
         return self.gap * 3 * features[..., 1] + in_float32(self.out, hidden)[..., 0], states
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """A judge's result on the T tokens of a block.
-
-    Attributes:
-        logits: float32 [T], the validity logit of the answer up to and including each token.
-        doubt: float32 [T], the pooled doubt.
-        memory: float32 [T, width], the state after each token; None for a head without one.
-        usual, seen: see `Carried`. Of an unusual draft, tokens equal to the first choice are valid up to the first
-            other token, and nothing behind it.
-    """
-
-    logits: Tensor
-    doubt: Tensor
-    memory: Tensor | None = None
-    usual: bool | None = True
-    seen: tuple[float, ...] = ()
-
-    def carried(self, tokens: int, cut: int) -> Carried:
-        """What the judge carries into the next block if the answer has `tokens` tokens, the last `cut` of this one."""
-        memory = () if self.memory is None else tuple(self.memory[cut - 1].tolist())
-        return Carried(tokens, float(self.doubt[cut - 1]), memory, self.usual, self.seen)
-
-
-class LogprobJudge:
+class LogprobScorer:
     """Scores the tokens of an answer, block by block.
 
     Args:
         head: the trained head.
         texts: the target's tokens.
         usual: the drafts that the head can judge; None: all.
+        to_validity: converts logits to probabilities.
     """
 
-    def __init__(self, head: LogprobHead, texts: TokenTexts, usual: UsualDrafts | None = None) -> None:
-        self.head, self.texts, self.usual = head, texts, usual
+    by_token, whole_drafts = True, False
+
+    def __init__(
+        self,
+        head: LogprobHead,
+        texts: TokenTexts,
+        usual: UsualDrafts | None = None,
+        to_validity: Callable[[Tensor], Tensor] = torch.sigmoid,
+    ) -> None:
+        self.head, self.texts, self.usual, self._to_validity = head, texts, usual, to_validity
         self.k = head.config.k
 
     @property
     def first_tokens(self) -> int:
-        """Draft tokens by which the judge tells whether it can judge an answer; 0: it always can."""
         return 0 if self.usual is None else max(self.usual.ranges, default=0)
 
+    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+        return None
+
+    def score(self, reading: Reading, carried: Carried) -> Verdict:
+        score = partial(self.token_scores, carried=carried, written=reading.written)
+        return token_verdict(reading, self.k, score, self._to_validity)
+
     @torch.inference_mode()
-    def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
+    def token_scores(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
         """Score the tokens of a block.
 
         Args:

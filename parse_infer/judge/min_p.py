@@ -9,78 +9,42 @@ needs the target's log-probabilities alone, so it works for any pair and on any 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityConfig
-from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import KNOWN_TEXT, LogprobHead, LogprobJudge, TokenScores
+from parse_infer.judge.carried import Carried, TokenScores
+from parse_infer.judge.judge import Reading, Verdict, token_verdict
+from parse_infer.judge.logprob_head import KNOWN_TEXT
 from parse_infer.judge.probe.head import Probe
-from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
+from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.text.cuts import CutPolicy
 
+MIN_P = 0.1  # of the benchmark's mode
 _TIE = 1e-6  # nats by which a token as likely as the first choice falls behind it: at 1 the answer is greedy
 
 
-def check_one_judge(adapter: str | Path | None, min_p: float | None, zero_shot: bool) -> None:
-    """Raise ValueError for more than one judge, or for a `min_p` out of range."""
-    given = {"adapter": adapter is not None, "min_p": min_p is not None, "zero_shot": zero_shot}
-    if sum(given.values()) > 1:
-        names = " and ".join(name for name, is_given in given.items() if is_given)
-        raise SettingsError(f"{names} were given: choose one judge")
-    if min_p is not None and not 0 < min_p <= 1:
-        raise SettingsError(f"min_p is {min_p}; it must be above 0 and at most 1")
-
-
-class MinPScorer:
-    """Scores the tokens of an answer, block by block, as a `LogprobJudge` does. The validity of an answer is the
-    lowest ratio of a draft token's probability to that of the target's first choice."""
-
-    k = 1
-    first_tokens = 0  # it can judge any draft
-    tokens = None  # no `TokenDoubt`
-
-    @torch.inference_mode()
-    def score(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
-        """See `LogprobJudge.score`; what the target has written adds nothing."""
-        gap = (found.top[:, 0] - found.own).clamp_min(_TIE)
-        gap = gap.masked_fill(found.is_greedy_choice.to(gap.device), 0.0)
-        doubt = torch.cat([gap.new_tensor([max(carried.doubt, 0.0)]), gap]).cummax(0).values[1:]
-        return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest ratio
-
-
-TokenScorer = LogprobJudge | MinPScorer
-
-
-def token_scorer(
-    config: ValidityConfig, head: LogprobHead | MinPScorer, tokenizer: Any, end_ids: Collection[int]
-) -> TokenScorer:
-    """Return what scores tokens by the target's log-probabilities, for a judge of this configuration and head."""
-    if isinstance(head, MinPScorer):
-        return head
-    return LogprobJudge(head, TokenTexts(tokenizer, end_ids, head.config.buckets), config.usual_drafts)
-
-
-MIN_P = 0.1  # of the benchmark's mode
-
-
 class MinPJudge:
-    """Drop-in for `ValidityAdapter` in a `Verifier`.
+    """A `Judge`. The validity of an answer is the lowest ratio of a draft token's probability to that of the target's
+    first choice.
 
     Args:
         tokenizer: of the target.
-        min_p: default threshold, above 0 and at most 1.
+        min_p: default threshold.
+
+    Raises:
+        ValueError: `min_p` is not above 0 and at most 1.
     """
 
-    lora = None
+    k, by_token, whole_drafts, first_tokens = 1, True, False, 0
     probe = Probe((), "")
     fingerprint = "min-p"
 
     def __init__(self, tokenizer: Any, min_p: float) -> None:
-        self.head = MinPScorer()
+        check_min_p(min_p)
         self.config = ValidityConfig(
             probe_ids=(),
             probe_text="",
@@ -90,3 +54,28 @@ class MinPJudge:
             label={"kind": "min-p"},
             threshold=min_p,
         )
+
+    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> MinPJudge:
+        return self
+
+    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+        return None
+
+    def score(self, reading: Reading, carried: Carried) -> Verdict:
+        return token_verdict(reading, self.k, partial(lowest_ratios, carried=carried), torch.sigmoid)
+
+
+@torch.inference_mode()
+def lowest_ratios(found: TokenLogprobs, carried: Carried) -> TokenScores:
+    """Score tokens by the lowest ratio so far. What the target has written between blocks adds nothing."""
+    gap = (found.top[:, 0] - found.own).clamp_min(_TIE)
+    gap = gap.masked_fill(found.is_greedy_choice.to(gap.device), 0.0)
+    doubt = torch.cat([gap.new_tensor([max(carried.doubt, 0.0)]), gap]).cummax(0).values[1:]
+    return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest ratio
+
+
+def check_min_p(min_p: float) -> float:
+    """Return `min_p`. Raise ValueError unless it is above 0 and at most 1."""
+    if not 0 < min_p <= 1:
+        raise SettingsError(f"min_p is {min_p}; it must be above 0 and at most 1")
+    return min_p

@@ -7,6 +7,7 @@ zero-shot verifier of PARSE, arXiv 2605.04263). The packed layout is the adapter
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from parse_infer.errors import ModelError, PromptError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint
 from parse_infer.judge.probe.head import Probe, ValidityHead, verbalizer_ids
-from parse_infer.judge.probe.lora import ProbeLoRA
+from parse_infer.judge.probe.scorer import ProbeScorer
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.text.chat_template import render_chat
 from parse_infer.text.cuts import CutPolicy
@@ -29,7 +30,7 @@ _MARKER = "@@PREFIX-ENDS-HERE@@"
 
 
 class ZeroShotJudge:
-    """Drop-in for `ValidityAdapter` in a `Verifier`: `probe`, `head`, `lora` (None) and `config`.
+    """A `Judge` with a question as its probe, and no LoRA.
 
     Args:
         model: the target.
@@ -53,7 +54,6 @@ class ZeroShotJudge:
         self.probe = question_probe(tokenizer, question)
         yes_id, no_id = verbalizer_ids(tokenizer, self.probe.text, words)
         self.head = ValidityHead.from_verbalizer(model, yes_id, no_id).requires_grad_(False).eval()
-        self.lora: ProbeLoRA | None = None
         self.config = ValidityConfig(
             probe_ids=self.probe.ids,
             probe_text=self.probe.text,
@@ -64,6 +64,10 @@ class ZeroShotJudge:
             label={"kind": "zero-shot"},
             threshold=0.5,
         )
+
+    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> ProbeScorer:
+        assert model is not None, "over servers `ZeroShotRequests` asks the question"
+        return ProbeScorer(self.head, self.probe, None, end_ids, model, self.config.validity)
 
     @property
     def fingerprint(self) -> str:

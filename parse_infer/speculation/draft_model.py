@@ -83,7 +83,7 @@ class DraftModelProposer:
             return TokenTree.chain(())  # padding ids, which only untrained models write
         before, unread, times = decoder.forwards, len(context) - decoder.cached, [time.perf_counter()]
         confidences: list[float] = []
-        survival = 1.0
+        ends = (lambda chance: chance < self._min_confidence) if length is None else length.ending()
         logits = decoder.next_logits()
         while True:
             scores = logits[both.of_draft]
@@ -98,12 +98,7 @@ class DraftModelProposer:
             confidences.append(confidence)
             if not sampling.greedy:
                 drawn_from.append(both.in_target(q))
-            if length is None:
-                ends = confidence < self._min_confidence
-            else:
-                survival *= length.survival_of(confidence)
-                ends = length.end_after(survival)
-            if ends or token in decoder.eos_ids or len(tokens) == size:
+            if ends(confidence) or token in decoder.eos_ids or len(tokens) == size:
                 break
             logits = decoder.advance(token, both.draft_token(drawn))
         self.forwards += decoder.forwards - before

@@ -16,7 +16,7 @@ from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobScorer
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 from parse_infer.models.names import resolve
 from tools.long_answers import JOINED, held_out, join, main, measure, validities
@@ -36,11 +36,11 @@ def draft(number: int, *, right: bool, length: int = 6) -> ReadDraft:
 
 
 @pytest.fixture
-def judge(tokenizer: PreTrainedTokenizerFast) -> LogprobJudge:
-    return LogprobJudge(LogprobHead(LogprobHeadConfig(k=2)), TokenTexts(tokenizer, (), 8192))
+def judge(tokenizer: PreTrainedTokenizerFast) -> LogprobScorer:
+    return LogprobScorer(LogprobHead(LogprobHeadConfig(k=2)), TokenTexts(tokenizer, (), 8192))
 
 
-def test_joined_drafts_are_scored_as_one_text(judge: LogprobJudge) -> None:
+def test_joined_drafts_are_scored_as_one_text(judge: LogprobScorer) -> None:
     drafts = [draft(i, right=i != 1, length=4 + i) for i in range(4)]
     found = validities(judge, CONFIG, drafts)
     assert found == sorted(found, reverse=True) and found[0] > 0.5 > found[1]
@@ -48,11 +48,11 @@ def test_joined_drafts_are_scored_as_one_text(judge: LogprobJudge) -> None:
         text = join(drafts[:n], judge.k)
         assert len(text.ids) == sum(4 + i - 1 for i in range(n)), "the end tokens stay out"
         assert text.top.shape[1] == 2
-        whole = judge.score(text, Carried(usual=True)).logits[-1].sigmoid()
+        whole = judge.token_scores(text, Carried(usual=True)).logits[-1].sigmoid()
         assert found[n - 1] == pytest.approx(float(whole), abs=1e-5)
 
 
-def test_a_text_is_right_if_all_its_drafts_are(judge: LogprobJudge) -> None:
+def test_a_text_is_right_if_all_its_drafts_are(judge: LogprobScorer) -> None:
     rows = measure(judge, CONFIG, [draft(i, right=i % 5 > 0) for i in range(100)], texts=400)
     assert [int(row[0]) for row in rows] == list(JOINED)
     assert [float(row[1]) for row in rows] == [5 * n for n in JOINED]

@@ -17,14 +17,17 @@ from parse_infer.backends.local.describe import describe_drafter, describe_model
 from parse_infer.backends.local.pair import LocalModelPair
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
-from parse_infer.decoding.loop import PairWrapper, identity, run_sync, speculate
+from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate
+from parse_infer.decoding.plan import Judging, Plan
 from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import ChatTemplateError, SettingsError
+from parse_infer.errors import ChatTemplateError, PromptError, SettingsError
 from parse_infer.judge.adapter import ValidityAdapter
-from parse_infer.judge.min_p import MinPJudge, check_one_judge
-from parse_infer.judge.verifier import Judge, Verification, Verifier
+from parse_infer.judge.judge import Judge
+from parse_infer.judge.min_p import MinPJudge
+from parse_infer.judge.registry import check_one_judge
+from parse_infer.judge.verifier import Verification, Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
@@ -167,6 +170,7 @@ class LocalBackend:
 
     parallel = 1
     adaptive = False
+    falls_back = True
 
     def __init__(
         self,
@@ -192,7 +196,7 @@ class LocalBackend:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
         self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
-        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
+        self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
         self._current: Request | None = None
         self._turn = RLock()
 
@@ -222,7 +226,7 @@ class LocalBackend:
         """Refuse blocks of a judge that reads whole drafts only; "auto" is "whole" for such a judge."""
         if not isinstance(settings.block_tokens, int) or settings.mode == "exact" or (settings.threshold or 0) > 1:
             return
-        if self.verifier.needs_whole_drafts:
+        if self.verifier.scorer is not None and self.verifier.scorer.whole_drafts:
             raise SettingsError(
                 f"block_tokens is {settings.block_tokens}, but this adapter's probe and token doubt were trained on "
                 "whole drafts: set block_tokens to whole, or use an adapter without a probe"
@@ -230,20 +234,14 @@ class LocalBackend:
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens
-        return REPLAYED if length == "auto" and as_text and self.verifier.judges_tokens else length
+        return REPLAYED if length == "auto" and as_text and self._judging == "token" else length
 
-    def require_judge(self) -> Judge:
-        if self.judge is None:
-            raise SettingsError(
-                "This engine has no judge: pass adapter=… or min_p=… to from_pretrained, "
-                "or generate with mode='exact'."
-            )
-        return self.judge
+    @property
+    def _judging(self) -> Judging | None:
+        scorer = self.verifier.scorer
+        return None if scorer is None else "token" if scorer.by_token else "cut"
 
-    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | ChatTemplateError:
-        assert request.settings.threshold is not None  # set by the engine
-        if request.settings.mode == "validity" and request.settings.threshold <= 1:
-            self.require_judge()
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | PromptError:
         if draft_text is None and self.drafter is None:
             raise SettingsError(
                 "This engine has no draft model: pass draft=… to from_pretrained, or give a draft_text."
@@ -258,36 +256,30 @@ class LocalBackend:
             return error
         return drafter
 
-    def uses_draft(self, request: Request, source: DraftSource | ChatTemplateError) -> bool:
-        """Whether the answer has drafts. Above a threshold of 1 it has none if nothing of them can be kept, or if the
-        draft model proposes the target's tokens: this is lossless speculation, with or without `adaptive`."""
-        settings = request.settings
-        assert settings.threshold is not None  # set by the engine
-        if settings.mode == "exact" or settings.threshold <= 1:
-            return True
+    def plan(self, request: Request, source: DraftSource, *, streamed: bool, replayed: bool) -> Plan:
+        # If the draft model proposes the target's tokens, a draft above a threshold of 1 brings nothing more.
         proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
-        return settings.keeps_greedy_match and not proposes
+        return Plan.of(
+            request.settings,
+            source.kind,
+            judging=self._judging,
+            drafts_lossless=not proposes,
+            pauses=True,
+            streamed=streamed,
+            replayed=replayed,
+        )
 
     async def with_draft(
-        self, request: Request, source: DraftSource | ChatTemplateError, wrap: PairWrapper, watched: bool
+        self, request: Request, plan: Plan, source: DraftSource, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
-        if isinstance(source, ChatTemplateError):
-            if wrap is not identity:  # a measurement
-                raise source
-            request.fallback = "draft_refused"
-            # A chat template may quote the prompt in its message, which stays out of the log.
-            log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
-            async with aclosing(self.alone(request, True, watched)) as events:
-                async for event in events:
-                    yield event
-            return
         source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
-        pair = wrap(LocalModelPair(self, request, source, watched, replayed=wrap is not identity), request)
-        async with aclosing(self._accounted(request, speculate(pair, request), source)) as events:
-            async for event in events:
+        pair: ModelPair[Any] = LocalModelPair(self, request, plan, source)
+        events = speculate(pair if wrap is None else wrap(pair, request), request)
+        async with aclosing(self._accounted(request, events, source)) as accounted:
+            async for event in accounted:
                 yield event
 
-    def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+    def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         drafter = self.target_drafter if speculate else None
         return self._accounted(request, self._written(self.target, "target", request, drafter))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parse_infer.judge.verifier import Judge
+from parse_infer.judge.judge import Judge
 from parse_infer.models.cpu.int8_linear import Int8Linear
 from parse_infer.models.cpu.prepacked_linear import n_parameters
 from parse_infer.models.fingerprint import fingerprint, fingerprint_of

@@ -23,23 +23,27 @@ from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.servers.connect import check_servable, find_parts
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
-from parse_infer.backends.servers.logprob_reads import LogprobScores
+from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.options import PARALLEL, ServerOptions
-from parse_infer.backends.servers.pair import Drafts, ServerModelPair
-from parse_infer.backends.servers.target import Scores, Target
+from parse_infer.backends.servers.pair import Drafts, ServerModelPair, source_kind
+from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_text_api
+from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration
-from parse_infer.decoding.block_length import REPLAYED, BlockLength, threshold_class
-from parse_infer.decoding.loop import PairWrapper, identity, speculate
+from parse_infer.decoding.block_length import REPLAYED, BlockLength
+from parse_infer.decoding.loop import PairWrapper, speculate
+from parse_infer.decoding.plan import Judging, Plan
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.model_drafter import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, ServerError
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.judge import Verdict
 from parse_infer.models.environment import describe_machine
 from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.cuts import Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
@@ -129,7 +133,7 @@ class ServerBackend:
         self._target, self._drafts = target, draft
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
-        self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `threshold_class`
+        self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
         self._runner = asyncio.Runner()
         self._one = threading.Lock()  # of the threads that use the loop
 
@@ -196,13 +200,15 @@ class ServerBackend:
         as_text = self._text_api is not None and self._text_api.ends_blocks and self._target.reads is not None
         return REPLAYED if length == "auto" and as_text else length
 
-    def require_judge(self) -> Any:
-        judge = self._target.questions or self._target.reads
-        if judge is None:
-            raise ServerError("This engine has no judge: pass adapter=… or min_p=…")
-        return judge
+    @property
+    def judge(self) -> LogprobReads | ZeroShotRequests | None:
+        return self._target.reads or self._target.questions
 
-    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts:
+    @property
+    def segmenter(self) -> Segmenter:
+        return self._target.segmenter
+
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts | PromptError:
         if isinstance(draft_text, TextDrafter):
             return draft_text
         if draft_text is not None:
@@ -220,37 +226,37 @@ class ServerBackend:
         except PromptError as error:  # the target has rendered the prompt
             return error
 
-    def uses_draft(self, request: Request, source: Drafts) -> bool:
-        threshold = request.settings.threshold
-        assert threshold is not None  # set by the engine
-        return threshold <= 1 or request.settings.mode == "exact"
+    def plan(self, request: Request, source: Drafts, *, streamed: bool, replayed: bool) -> Plan:
+        judging: Judging = "cut" if self._target.reads is None else "token"
+        return Plan.of(
+            request.settings,
+            source_kind(source),
+            judging=judging,
+            streamed=streamed,
+            replayed=replayed,
+            falls_back=self.falls_back,
+        )
 
     async def with_draft(
-        self, request: Request, source: Drafts, wrap: PairWrapper, watched: bool
+        self, request: Request, plan: Plan, source: Drafts, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
-        threshold = request.settings.threshold
-        assert threshold is not None  # set by the engine
-        # A wrapper may reuse parts of this answer under other settings. It needs one timing per target token.
-        unwrapped = wrap is identity
-        falls_back = self.falls_back and unwrapped
         with (
             self._target.servers.acquire() as at,
-            source[0].acquire(falls_back) if isinstance(source, tuple) else nullcontext() as draft_at,
+            source[0].acquire(plan.falls_back) if isinstance(source, tuple) else nullcontext() as draft_at,
         ):
-            watched = watched or not unwrapped
-            no_judge = request.settings.mode == "exact"
-            length = self._lengths[threshold_class(2.0 if no_judge else threshold)] if unwrapped else None
-            pair = ServerModelPair(self._target, source, request, threshold, at, draft_at, watched, falls_back, length)
+            length = self._lengths[plan.measured_as]
+            pair = ServerModelPair(self._target, source, request, plan, at, draft_at, length)
             try:
-                async with aclosing(speculate(wrap(pair, request), request)) as events:
+                events = speculate(pair if wrap is None else wrap(pair, request), request)
+                async with aclosing(events):
                     async for event in events:
                         yield event
             finally:
                 await pair.close()
 
-    async def alone(self, request: Request, speculate: bool, watched: bool) -> AsyncGenerator[Event, None]:
+    async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         with self._target.servers.acquire() as at:
-            async with aclosing(self._target.written(request, 1, at, watched)) as tokens:
+            async with aclosing(self._target.written(request, 1, at, streamed)) as tokens:
                 async for token in tokens:
                     request.stats.target_forwards += 1
                     yield Resumed(1, request.answer.add([token], "target"), token)
@@ -260,9 +266,7 @@ class ServerBackend:
     def draft_alone(self, request: Request) -> AsyncGenerator[Event, None]:
         raise ServerError("generate_draft needs the local backend: send the request to the draft server instead")
 
-    async def judge_text(
-        self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None
-    ) -> Scores | LogprobScores:
+    async def judge_text(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int] | None) -> Verdict:
         cuts = self._target.segmenter.cuts(draft) if cuts is None else cuts
         with self._target.servers.acquire() as at:
             if self._target.reads is not None:

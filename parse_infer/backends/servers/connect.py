@@ -22,10 +22,11 @@ from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
 from parse_infer.errors import SettingsError
-from parse_infer.judge.adapter import ValidityConfig, check_target, read_head
+from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.logprob_head import LogprobHead
-from parse_infer.judge.min_p import MinPJudge, check_one_judge, token_scorer
+from parse_infer.judge.min_p import MinPJudge
+from parse_infer.judge.registry import check_one_judge
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import (
     LanguageModel,
@@ -233,7 +234,7 @@ def _judge(
     """The judge, its cut policy and its threshold."""
     if min_p is not None:
         judge = MinPJudge(language.tokenizer, min_p)
-        reads = LogprobReads(judge.config, judge.head, max_read_tokens)
+        reads = LogprobReads(judge.config, judge, max_read_tokens)
         return reads, CutPolicy(), min_p
     if adapter is None:
         return ZeroShotRequests(language.tokenizer, language.eos_ids), CutPolicy(), None
@@ -246,6 +247,6 @@ def _judge(
         )
     head = read_head(str(adapter.folder), config, adapter.head)
     assert isinstance(head, LogprobHead)
-    scorer = token_scorer(config, head, language.tokenizer, language.eos_ids)
+    scorer = ValidityAdapter(config, head).scorer(language.tokenizer, language.eos_ids)
     reads = LogprobReads(config, scorer, max_read_tokens)
     return reads, CutPolicy.from_dict(config.cut_policy), config.threshold

@@ -7,7 +7,7 @@ choices. So one read judges the whole draft, and supplies the target's own token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from parse_infer.backends.servers.dialects.dialect import Dialect
 from parse_infer.errors import ServerError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import TokenScores
-from parse_infer.judge.min_p import TokenScorer
+from parse_infer.judge.judge import Reading, Scorer, Verdict
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
 MAX_READ_TOKENS = 2048
@@ -27,26 +26,15 @@ _NOISE = 0.5  # nats, mean: quantisation stays below, another model of the same 
 _CLIP = -8.0  # rare tokens differ most, and carry the least information
 
 
-@dataclass(frozen=True)
-class LogprobScores:
+@dataclass(frozen=True, kw_only=True)
+class ServerVerdict(Verdict):
     """The verdict of one read.
 
     Attributes:
-        cuts: one after each token in a block, else the segmenter's.
         choices: the target's first choice at each draft token.
-        scores: of each draft token in a block; None for a whole draft.
-        unusual: see `Verification`.
     """
 
-    cuts: list[int]
-    validity: list[float]
     choices: list[int]
-    scores: TokenScores | None
-    unusual: bool
-
-    @property
-    def by_token(self) -> bool:
-        return self.scores is not None
 
 
 class LogprobReads:
@@ -54,7 +42,7 @@ class LogprobReads:
 
     Args:
         config: of the judge.
-        judge: scores the tokens.
+        judge: reads log-probabilities.
         max_tokens: longest read; a longer answer continues without drafts.
 
     Attributes:
@@ -64,7 +52,7 @@ class LogprobReads:
     def __init__(
         self,
         config: ValidityConfig,
-        judge: TokenScorer,
+        judge: Scorer,
         max_tokens: int = MAX_READ_TOKENS,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
@@ -72,30 +60,28 @@ class LogprobReads:
 
     @property
     def first_tokens(self) -> int:
-        """See `LogprobJudge.first_tokens`."""
+        """See `Scorer.first_tokens`."""
         return self._judge.first_tokens
 
-    def scores(
+    def verdict(
         self,
         read: TokenLogprobs,
         cuts: Sequence[int] | None,
         carried: Carried,
         written: Sequence[int],
-    ) -> LogprobScores:
+    ) -> ServerVerdict:
         """Judge a draft.
 
         Args:
             read: of the draft's tokens.
-            cuts: None: judge every token of a block.
-            carried, written: as in `LogprobJudge.score`.
+            cuts: None: judge every token of a block; []: judge nothing.
+            carried, written: as in `Verifier.verify`.
         """
-        scores = self._judge.score(read, carried, written)
-        validity = self.config.validity(scores.logits).tolist()
-        choices, unusual = read.top_ids[:, 0].tolist(), scores.usual is False and cuts != []
-        if cuts is None:
-            return LogprobScores([*range(1, len(read.ids) + 1)], validity, choices, scores, unusual)
-        each = [validity[cut - 1] if cut else 1.0 for cut in cuts]
-        return LogprobScores(list(cuts), each, choices, None, unusual)
+        verdict = Verdict(cuts=[], validity=[])
+        if cuts != []:
+            verdict = self._judge.score(Reading(read.ids.tolist(), cuts, written, read), carried)
+        facts = {f.name: getattr(verdict, f.name) for f in fields(verdict)}
+        return ServerVerdict(**facts, choices=read.top_ids[:, 0].tolist())
 
     @property
     def reference(self) -> list[int]:

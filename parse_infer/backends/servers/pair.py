@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -19,13 +18,14 @@ from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease, Unavailable
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
-from parse_infer.backends.servers.logprob_reads import LogprobScores
-from parse_infer.backends.servers.target import Scores, Target, server_settings
+from parse_infer.backends.servers.logprob_reads import ServerVerdict
+from parse_infer.backends.servers.target import Target, server_settings
 from parse_infer.backends.servers.text_draft import CHAT, TextDraft, TextStream, read_chunk
 from parse_infer.decoding.block_length import BlockLength
+from parse_infer.decoding.plan import Plan, SourceKind
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, DraftStream
 from parse_infer.drafters.text import TextDrafter
-from parse_infer.errors import PromptError
+from parse_infer.judge.judge import Verdict
 from parse_infer.request.output import Fallback
 from parse_infer.request.request import Request
 
@@ -35,14 +35,19 @@ DRAFT_SILENCE_S = 10.0  # without a draft token; then the target alone is faster
 _MEASURED_SILENCE_S = 600.0  # where drafts are measured, a silent server is an error
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 
-Drafts = (
-    tuple[ReplicaPool | InProcessDraft, CrossTokenizerDraft]
-    | tuple[ReplicaPool, TextDraft]
-    | TextDrafter
-    | PromptError
-)
-"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, a text, or why the draft model
-refuses the prompt."""
+Drafts = tuple[ReplicaPool | InProcessDraft, CrossTokenizerDraft] | tuple[ReplicaPool, TextDraft] | TextDrafter
+"""Source of drafts: a draft model with its tokenizer mapping, a server of texts, or a text."""
+
+
+def source_kind(source: Drafts) -> SourceKind:
+    if isinstance(source, TextDrafter):
+        return source.kind
+    servers, language = source
+    if isinstance(language, TextDraft):
+        blocks, confidences = language.api.path != CHAT, language.api.ends_blocks
+    else:
+        blocks, confidences = True, isinstance(servers, ReplicaPool) and language.shares_tokens
+    return SourceKind(is_model=True, blocks=blocks, confidences=confidences)
 
 
 @dataclass
@@ -77,51 +82,28 @@ class ServerModelPair:
     """The `ModelPair` of one request over servers.
 
     Args:
-        drafts: source of drafts.
-        threshold: the request's threshold.
+        source: of the drafts.
         at, draft_at: leases of the replicas for this request.
-        watched: see `Target.written`.
-        falls_back: if the draft or the judge fails, the target writes the rest of the answer (`Request.fallback`).
-            False: raise the error.
-        length: ends a draft of "auto" where one more token stops paying, if its server tells log-probabilities; None:
-            "auto" drafts the rest of the answer.
+        length: ends the blocks of `Plan.ends_early`.
     """
 
     def __init__(
         self,
         target: Target,
-        drafts: Drafts,
+        source: Drafts,
         request: Request,
-        threshold: float,
+        plan: Plan,
         at: Lease,
-        draft_at: Lease | None = None,
-        watched: bool = True,
-        falls_back: bool = True,
-        length: BlockLength | None = None,
+        draft_at: Lease | None,
+        length: BlockLength,
     ) -> None:
-        self.segmenter = target.segmenter
-        self.threshold = threshold
-        self._target, self._drafts, self._request = target, drafts, request
-        self._falls_back = falls_back
-        self._exact = request.settings.mode == "exact"
-        self._uses_draft = self._exact or threshold <= 1
-        block = request.settings.block_tokens
-        of_model = self._uses_draft and isinstance(drafts, tuple)
-        text = drafts[1] if isinstance(drafts, tuple) and isinstance(drafts[1], TextDraft) else None
-        in_blocks = isinstance(block, int) and of_model and (text is None or text.api.path != CHAT)
-        self._by_token = target.reads is not None and of_model and block != "whole"
-        listed = text is not None and text.api.ends_blocks
-        if isinstance(drafts, tuple) and isinstance(drafts[1], CrossTokenizerDraft):
-            listed = isinstance(drafts[0], ReplicaPool) and drafts[1].shares_tokens
-        self._length = length if self._by_token and block == "auto" and listed else None
+        self.plan, self.segmenter, self.drafted = plan, target.segmenter, 0
+        self._target, self._source, self._request = target, source, request
+        self._length = length if plan.ends_early else None
         self._draft: _Timed | None = None  # the last draft
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
-        self._blocks = block if isinstance(block, int) and in_blocks else None
-        if self._uses_draft:
-            request.stats.block_tokens = self._blocks or ("auto" if self._by_token else "whole")
-        # In blocks, and before the first draft, the target's stream ends early.
-        self._watched = watched or in_blocks or self._by_token or request.settings.strict_tokens > 0
-        self.drafted = 0
+        # The target's stream ends early where drafts go on, and before the first draft.
+        self._streamed = plan.streamed or plan.replayed or plan.continues or request.settings.strict_tokens > 0
         self._at, self._draft_at = at, draft_at
         self._prefill: asyncio.Task[None] | None = None
 
@@ -131,25 +113,24 @@ class ServerModelPair:
         if reads is not None:
             unread = min(context, PREFILL) if self._at.server.reads_cache else context
             left = min(left, reads.max_tokens - unread)
-        behind = max(0, left - self._target.tokens_after_draft)
-        return min(self._request.answer.remaining_tokens, behind, self._blocks or behind)
+        free = max(0, left - self._target.tokens_after_draft)
+        block = free if self.plan.ends_early else self.plan.block or free
+        return min(self._request.answer.remaining_tokens, free, block)
 
     async def propose(self, round: int) -> Sequence[int]:
         request, self.drafted = self._request, 0
-        if request.fallback is not None or not self._uses_draft or not self.max_draft_tokens():
+        if request.fallback is not None or not self.plan.drafts or not self.max_draft_tokens():
             return []
-        if isinstance(self._drafts, PromptError):
-            return self._fall_back(self._drafts, "draft_refused")
-        if isinstance(self._drafts, TextDrafter):
-            return self._drafts.propose(request.answer.ids, self.max_draft_tokens()).ids
-        writing = self._drafts[1].begin(request.answer.ids, self.max_draft_tokens())
+        if isinstance(self._source, TextDrafter):
+            return self._source.propose(request.answer.ids, self.max_draft_tokens()).ids
+        writing = self._source[1].begin(request.answer.ids, self.max_draft_tokens())
         if writing is None:
             return []
         reads_prefix = self._target.questions is not None or self._at.server.reads_cache
         if reads_prefix and round == 1 and len(request.context) >= PREFILL:
             self._prefill = asyncio.create_task(self._read_prompt(list(request.context)))
         try:
-            await self._read_draft(self._drafts, writing, round)
+            await self._read_draft(self._source, writing, round)
         except RequestRejected as error:
             return self._fall_back(error, "draft_refused")
         except Unavailable as error:
@@ -160,12 +141,11 @@ class ServerModelPair:
             self.drafted = writing.n
         return writing.draft().ids
 
-    async def verify(self, draft: Sequence[int]) -> Scores | LogprobScores:
+    async def verify(self, draft: Sequence[int]) -> Verdict:
         request, target = self._request, self._target
-        by_token = self._by_token and not self._exact
-        cuts = [] if self._exact or by_token else self.segmenter.cuts(draft)
-        if not draft or not (self._exact or by_token or cuts):
-            return Scores([], [])
+        cuts = self.segmenter.cuts(draft) if self.plan.judged == "cut" else []
+        if not draft or (self.plan.judged == "cut" and not cuts):
+            return Verdict(cuts=[], validity=[])
         if self._prefill is not None:
             await self._prefill
         request.stats.target_forwards += 1
@@ -175,32 +155,33 @@ class ServerModelPair:
                 return await target.ask(request.context, draft, cuts, self._at)
             carried = request.carried
             written = request.answer.ids[carried.tokens :]
+            by_token = self.plan.judged == "token"
             return await target.read(request.context, draft, None if by_token else cuts, carried, written, self._at)
         except (ValueError, Failing) as error:
             self._fall_back(error)
-            return Scores([], [])
+            return Verdict(cuts=[], validity=[])
         finally:
             self._read_s = time.perf_counter() - begin
 
-    def count_greedy_matches(self, draft: Sequence[int], verdict: Scores | LogprobScores, cut: int) -> int:
-        if not isinstance(verdict, LogprobScores) or verdict.by_token:
+    def count_greedy_matches(self, draft: Sequence[int], verdict: Verdict, cut: int) -> int:
+        if not isinstance(verdict, ServerVerdict) or verdict.by_token:
             return 0  # without a read, the target's choices would cost one response per token
-        if not self._request.settings.keeps_greedy_match:
+        if not self.plan.keeps_greedy_match:
             return 0
         matches = (own == id for own, id in zip(verdict.choices[cut:], draft[cut:], strict=True))
         return sum(1 for _ in itertools.takewhile(bool, matches))
 
-    def compact(self, verdict: Scores | LogprobScores, kept: Collection[int]) -> Scores | LogprobScores:
+    def compact(self, verdict: Verdict, kept: Collection[int]) -> Verdict:
         return verdict
 
-    def commit(self, draft: Sequence[int], verdict: Scores | LogprobScores, kept: int) -> None:
+    def commit(self, draft: Sequence[int], verdict: Verdict, kept: int) -> None:
         # The next prompt holds all state, and the server has its prefix blocks cached.
         request = self._request
         if self._length is not None and self._draft is not None and draft and request.fallback is None:
             self._note_block(self._length, self._draft, draft, kept)
-        known = isinstance(verdict, LogprobScores) and kept < len(draft)
+        known = isinstance(verdict, ServerVerdict) and kept < len(draft)
         if known and request.settings.resume_sampling.greedy and not request.answer.required:
-            assert isinstance(verdict, LogprobScores)
+            assert isinstance(verdict, ServerVerdict)
             self._choice = verdict.choices[kept]
         else:
             self._choice = None
@@ -208,17 +189,19 @@ class ServerModelPair:
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         if self._choice is not None:
             yield self._choice
-        async with aclosing(self._target.written(self._request, round, self._at, self._watched)) as tokens:
+        async with aclosing(self._target.written(self._request, round, self._at, self._streamed)) as tokens:
             async for token in tokens:
                 self._request.stats.target_forwards += 1
                 yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
-        if (self._blocks is None and not self._by_token) or not (draft or self.drafted):
+        if not self.plan.continues or not (draft or self.drafted):
             return False
-        if not draft or (self._by_token and kept < len(draft)):
-            return len(written) >= 1
-        return kept == len(draft) or self.segmenter.first_segment_end(written) is not None
+        if kept == len(draft) and draft:
+            return True
+        if draft and self.plan.after_rejection == "segment":
+            return self.segmenter.first_segment_end(written) is not None
+        return len(written) >= 1
 
     async def close(self) -> None:
         """Cancel a pending request."""
@@ -233,22 +216,20 @@ class ServerModelPair:
             reason: None: the judge failed.
         """
         gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
-        if gone or not self._falls_back:
+        if gone or not self.plan.falls_back:
             raise error
         self._request.fallback = reason = reason or "judge_failed"
-        # A server or a chat template may quote the request in its message, which stays out of the log.
+        # A server may quote the request in its message, which stays out of the log.
         why: object = error
         if isinstance(error, RequestRejected):
             why = f"a request was rejected ({error.status})"
-        elif isinstance(error, PromptError):
-            why = "the draft model refuses the prompt"
         log.warning("the target answers without a draft (%s): %s", reason, why)
         return []
 
     async def _read_draft(self, drafts: Any, writing: DraftStream | TextStream, round: int) -> None:
         servers, source = drafts
         sampling, length = self._request.settings.draft_sampling, self._length
-        silence_s = DRAFT_SILENCE_S if self._falls_back else _MEASURED_SILENCE_S
+        silence_s = DRAFT_SILENCE_S if self.plan.falls_back else _MEASURED_SILENCE_S
         timed = self._draft = _Timed()
         if isinstance(writing, TextStream):
             timed.confidences, timed.text = writing.confidences, writing
@@ -261,17 +242,17 @@ class ServerModelPair:
             written = servers.written(writing.context, writing.remaining_tokens, settings, self._draft_at, **listed)
         reads, unknown = self._target.reads, self._request.carried.usual is None
         min_tokens = reads.first_tokens if reads is not None and unknown else 0
-        survival, seen = 1.0, 0
+        ends, seen = None if length is None else length.ending(), 0
         async with aclosing(written) as pieces:
             async for piece in pieces:
                 writing.add(piece)
                 timed.note(writing.n)
                 if writing.is_finished:
                     return
-                if length is not None and len(timed.confidences) > seen:
-                    survival *= math.prod(map(length.survival_of, timed.confidences[seen:]))
+                if ends is not None and len(timed.confidences) > seen:
+                    ended = [ends(confidence) for confidence in timed.confidences[seen:]][-1]
                     seen = len(timed.confidences)
-                    if length.end_after(survival) and (not min_tokens or len(writing.draft().ids) >= min_tokens):
+                    if ended and (not min_tokens or len(writing.draft().ids) >= min_tokens):
                         return
 
     def _note_block(self, length: BlockLength, timed: _Timed, draft: Sequence[int], kept: int) -> None:

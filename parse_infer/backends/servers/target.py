@@ -7,7 +7,6 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,25 +16,17 @@ from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease
 from parse_infer.backends.servers.cached_read_check import CachedReadCheck
 from parse_infer.backends.servers.dialects.dialect import Dialect
-from parse_infer.backends.servers.logprob_reads import LogprobReads, LogprobScores
+from parse_infer.backends.servers.logprob_reads import LogprobReads, ServerVerdict
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.errors import ServerError
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.judge import Verdict
 from parse_infer.request.request import Request
 from parse_infer.settings.sampling import Sampling, seed_of
 from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 log = logging.getLogger("parse_infer.backends")
-
-
-@dataclass(frozen=True)
-class Scores:
-    cuts: list[int]
-    validity: list[float]
-    scores: None = None
-    unusual: bool = False
-    by_token: bool = False
 
 
 class Target:
@@ -66,12 +57,13 @@ class Target:
         self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
         self.tokens_after_draft = 0 if judge is None else probe_tokens + 1
 
-    async def ask(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease) -> Scores:
+    async def ask(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease) -> Verdict:
         """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and
         the errors of `ReplicaPool.ask`."""
         assert self.questions is not None
         body = self.questions.request(context, draft, cuts)
-        return Scores(list(cuts), self.questions.validities(await self.servers.ask(body, lease), len(cuts)))
+        validity = self.questions.validities(await self.servers.ask(body, lease), len(cuts))
+        return Verdict(cuts=list(cuts), validity=validity)
 
     async def read(
         self,
@@ -81,8 +73,8 @@ class Target:
         carried: Carried,
         written: Sequence[int],
         lease: Lease,
-    ) -> LogprobScores:
-        """Judge a draft in a worker thread; `cuts` to `written` are as in `LogprobReads.scores`. Raises as `ask` does.
+    ) -> ServerVerdict:
+        """Judge a draft in a worker thread. `cuts` to `written` are those of `LogprobReads.verdict`. Raises as `ask`.
 
         A server that `reads_cache` reads the draft only. Where its cache holds a part of the draft too, it has no
         scores of that part. Then it reads all again, under a `cache_salt` of its own if the context is long.
@@ -117,9 +109,9 @@ class Target:
         cuts: Sequence[int] | None,
         carried: Carried,
         written: Sequence[int],
-    ) -> LogprobScores:
+    ) -> ServerVerdict:
         assert self.reads is not None
-        return self.reads.scores(dialect.parse(response, draft, self.reads.k), cuts, carried, written)
+        return self.reads.verdict(dialect.parse(response, draft, self.reads.k), cuts, carried, written)
 
     async def _read_cached(
         self, context: Sequence[int], ids: Sequence[int], lease: Lease

@@ -20,7 +20,6 @@ from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.min_p import token_scorer
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving
@@ -91,7 +90,7 @@ def connect() -> Iterator[Connect]:
                 for server in targets:
                     server.max_logprobs = len(language.tokenizer)
             else:
-                scorer = token_scorer(judge.config, judge.head, language.tokenizer, language.eos_ids)
+                scorer = judge.scorer(language.tokenizer, language.eos_ids)
                 requests = LogprobReads(judge.config, scorer, max_read_tokens)
             shared = {"patience_s": patience_s, "clock": clock, "choose": first}
             servers = ReplicaPool("target", [server.url for server in targets], Client(keys[1]), **shared)

@@ -20,7 +20,6 @@ from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
-from parse_infer.decoding.loop import identity
 from parse_infer.engine import ParseEngine
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
@@ -176,7 +175,7 @@ def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: 
     asked: list[GenerationSettings] = []
 
     def generate(self: ParseEngine, prompt: str, settings: GenerationSettings, **options: Any) -> Any:
-        if self.pair_wrapper is identity:
+        if self.pair_wrapper is None:
             asked.append(settings)
         return plain(self, prompt, settings, **options)
 

@@ -11,7 +11,7 @@ import torch
 from parse_infer.judge import token_logprobs
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobJudge, pool_doubt
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobScorer, pool_doubt
 from parse_infer.judge.token_logprobs import (
     TokenLogprobs,
     TokenTexts,
@@ -70,10 +70,10 @@ def test_features_are_finite_whatever_an_engine_reports():
 
 
 def test_untrained_the_doubt_is_the_gap_to_the_first_choice(tokenizer, found):
-    judge = LogprobJudge(LogprobHead(LogprobHeadConfig(k=3)), TokenTexts(tokenizer, (), 8192))
+    judge = LogprobScorer(LogprobHead(LogprobHeadConfig(k=3)), TokenTexts(tokenizer, (), 8192))
     gap = found.top[:, 0] - found.own - 3
     expected = gap.masked_fill(found.is_greedy_choice, -torch.inf).logcumsumexp(0)
-    assert judge.score(found, Carried()).doubt.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert judge.token_scores(found, Carried()).doubt.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_a_sharp_judge_does_not_doubt_an_answer_for_its_length(tokenizer):
@@ -85,13 +85,15 @@ def test_a_sharp_judge_does_not_doubt_an_answer_for_its_length(tokenizer):
 
     lost = {}
     for sharpness in (1.0, 8.0):
-        judge = LogprobJudge(LogprobHead(LogprobHeadConfig(k=3, sharpness=sharpness)), TokenTexts(tokenizer, (), 8192))
+        judge = LogprobScorer(
+            LogprobHead(LogprobHeadConfig(k=3, sharpness=sharpness)), TokenTexts(tokenizer, (), 8192)
+        )
         carried, logits = Carried(), []
         for start in range(0, 2000, 8):
-            scores = judge.score(alike(8), carried)
+            scores = judge.token_scores(alike(8), carried)
             logits += scores.logits.tolist()
             carried = scores.carried(start + 8, 8)
-        whole = judge.score(alike(2000), Carried()).logits
+        whole = judge.token_scores(alike(2000), Carried()).logits
         assert logits == pytest.approx(whole.tolist(), abs=1e-4)
         assert (whole.diff() <= 1e-6).all(), "a longer prefix is more valid"
         lost[sharpness] = logits[199] - logits[-1]
@@ -106,10 +108,10 @@ def test_pooled_doubt_lies_between_the_highest_doubt_and_the_sum():
 
 
 def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer, random_adapter, found):
-    judge = LogprobJudge(random_adapter(model, logprobs=True).head, TokenTexts(tokenizer, (), 64))
+    judge = LogprobScorer(random_adapter(model, logprobs=True).head, TokenTexts(tokenizer, (), 64))
     carried, parts = Carried(0, 0.3), []
     for written in ([], [12, 13]):
-        parts.append(judge.score(found, carried, written))
+        parts.append(judge.token_scores(found, carried, written))
     assert parts[0].doubt[0] != parts[1].doubt[0], "the tokens before make no difference"
     certain = TokenLogprobs(
         torch.tensor([12, 13]),
@@ -117,10 +119,10 @@ def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer
         torch.tensor([[12, 1, 1], [13, 1, 1]]),
         torch.tensor([[0.0, -99, -99]] * 2),
     )
-    first = judge.score(certain, carried)
+    first = judge.token_scores(certain, carried)
     assert first.doubt.tolist() == pytest.approx([0.3, 0.3])
     after = Carried(2, 0.3, tuple(first.memory[-1].tolist()))
-    assert judge.score(found, after).logits.tolist() == pytest.approx(parts[1].logits.tolist(), abs=1e-5)
+    assert judge.token_scores(found, after).logits.tolist() == pytest.approx(parts[1].logits.tolist(), abs=1e-5)
 
 
 def test_whole_drafts_have_the_verdicts_of_blocks(model, tokenizer, random_adapter):

@@ -10,7 +10,7 @@ import torch
 from parse_infer.backends.local.backend import load_backend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.min_p import MinPJudge, MinPScorer
+from parse_infer.judge.min_p import MinPJudge, lowest_ratios
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
 PROMPTS = ["Tom has 5 apples.", "How many?", "Ann sells 48 clips.", "2 + 2"]
@@ -39,12 +39,12 @@ def ratios(engine: ParseEngine, prompt: str, answer: list[int]) -> list[float]:
 def test_the_validity_is_the_lowest_ratio_so_far():
     own, first = torch.tensor([-0.5, -1.0, -0.1, -2.0]), torch.tensor([[-0.5], [-0.7], [-0.1], [-0.2]])
     found = TokenLogprobs(torch.tensor([4, 5, 6, 7]), own, torch.tensor([[4], [9], [6], [8]]), first)
-    scores = MinPScorer().score(found, Carried())
+    scores = lowest_ratios(found, Carried())
     expected = [1.0, math.exp(-0.3), math.exp(-0.3), math.exp(-1.8)]
     assert scores.logits.sigmoid().tolist() == pytest.approx(expected, abs=1e-6)
     half = TokenLogprobs(found.ids[2:], own[2:], found.top_ids[2:], first[2:])
     carried = scores.carried(2, 2)
-    assert MinPScorer().score(half, carried).logits.sigmoid().tolist() == pytest.approx(expected[2:], abs=1e-6)
+    assert lowest_ratios(half, carried).logits.sigmoid().tolist() == pytest.approx(expected[2:], abs=1e-6)
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", 5, "whole"])
@@ -75,7 +75,7 @@ def test_at_one_a_token_as_likely_as_the_first_choice_is_rejected():
     """Greedy decoding would not write it."""
     own = torch.tensor([-0.7, -0.7])
     found = TokenLogprobs(torch.tensor([4, 9]), own, torch.tensor([[4], [8]]), own[:, None])
-    first, tie = MinPScorer().score(found, Carried()).logits.sigmoid().tolist()
+    first, tie = lowest_ratios(found, Carried()).logits.sigmoid().tolist()
     assert first == 1 > tie > 0.9999
 
 

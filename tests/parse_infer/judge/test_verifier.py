@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -134,7 +136,7 @@ def test_the_adapter_matters(model, make_verifier, random_ids):
     context, draft = random_ids(30), random_ids(22, seed=1)
     verifier.decoder.seek(context)
     trained = verifier.verify(draft)
-    verifier.judge.lora = None
+    verifier = Verifier(verifier.decoder, replace(verifier.judge, lora=None), verifier.segmenter)
     verifier.decoder.seek(context)
     assert max(abs(a - b) for a, b in zip(trained.validity, verifier.verify(draft).validity, strict=True)) > 0.05
 

@@ -220,7 +220,7 @@ def test_training_and_inference_agree(
         torch.testing.assert_close(
             torch.tensor(found).logit().clamp(max=8.0), logits.clamp(max=8.0), rtol=0, atol=1e-3
         )
-        if verifier.judges_tokens:
+        if verifier.scorer.by_token:
             verifier.decoder.seek(example.context_ids)
             block = verifier.verify_block(example.draft_ids).validity
             assert [block[cut - 1] for cut in example.cuts] == pytest.approx(found, abs=1e-4)

@@ -1,0 +1,159 @@
+"""The door to every judge: `Scorer.score(reading, carried)` returns a `Verdict`.
+
+A `Reading` is what one pass of the target says about a draft. In this process `Verifier` makes it, over servers
+`parse_infer.backends.servers.logprob_reads`. A new judge is one file with a `Judge`, and one line in
+`parse_infer.judge.registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parse_infer.judge.carried import Carried, TokenScores
+from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from parse_infer.judge.adapter import ValidityConfig
+    from parse_infer.judge.probe.head import Probe
+    from parse_infer.models.decoder import Trailing
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass of the target says about the T tokens of a draft.
+
+    Attributes:
+        draft: the tokens.
+        cuts: K strictly increasing offsets in 0..T to judge; None: every token, as in a block.
+        written: tokens that the target has written since the last accepted draft token.
+        found: log-probabilities that a server returned; None: `logprobs` computes them.
+        hidden: [T, H], the final-norm states before the tokens; None over servers.
+        logits: the output layer, [n, H] -> [n, V]; None over servers.
+        probes: [K * P, H], the states of the tokens that `Scorer.probes` appended.
+    """
+
+    draft: Sequence[int]
+    cuts: Sequence[int] | None
+    written: Sequence[int] = ()
+    found: TokenLogprobs | None = None
+    hidden: Tensor | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
+    probes: Tensor | None = None
+
+    def logprobs(self, k: int) -> TokenLogprobs:
+        """The target's log-probabilities of the draft and of its `k` first choices."""
+        if self.found is not None:
+            return self.found
+        assert self.hidden is not None and self.logits is not None
+        ids = torch.tensor(list(self.draft), dtype=torch.long, device=self.hidden.device)
+        return read_logprobs(self.hidden, ids, self.logits, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Validity of a draft at its cuts.
+
+    Attributes:
+        cuts: K token offsets in the draft.
+        validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
+        is_greedy_choice: for each draft token whether it is the target's greedy choice; None if unknown.
+        scores: what a judge of single tokens carries into the next draft; None: it carries nothing.
+        by_token: there is a cut after every token, so that the first rejected one is never the target's choice.
+        unusual: the draft is out of the training distribution (`UsualDrafts`): only greedy matches are accepted.
+    """
+
+    cuts: list[int]
+    validity: list[float]
+    is_greedy_choice: list[bool] | None = None
+    scores: TokenScores | None = None
+    by_token: bool = False
+    unusual: bool = False
+
+
+class Scorer(Protocol):
+    """A judge that is bound to one target.
+
+    Attributes:
+        k: number of the target's first choices that it reads; 0: it reads hidden states.
+        by_token: it can judge every token of a block.
+        whole_drafts: it can judge whole drafts only.
+        first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
+    """
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def by_token(self) -> bool: ...
+
+    @property
+    def whole_drafts(self) -> bool: ...
+
+    @property
+    def first_tokens(self) -> int: ...
+
+    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> Trailing | None:
+        """Tokens to append to the pass for each cut; `start` tokens precede the draft. None: no tokens."""
+        ...
+
+    def score(self, reading: Reading, carried: Carried) -> Verdict:
+        """Judge a draft.
+
+        Args:
+            carried: the state after the answer's last accepted draft token.
+        """
+        ...
+
+
+class Judge(Protocol):
+    """A loaded judge: `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`."""
+
+    config: ValidityConfig
+
+    @property
+    def probe(self) -> Probe:
+        """The tokens appended for each cut; empty for a judge without probes."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the judge."""
+        ...
+
+    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> Scorer:
+        """Bind the judge to a target; over servers there is no `model`."""
+        ...
+
+
+def token_verdict(
+    reading: Reading, k: int, score: Callable[[TokenLogprobs], TokenScores], to_validity: Callable[[Tensor], Tensor]
+) -> Verdict:
+    """The verdict of a judge of tokens by log-probabilities, their own and those of the `k` first choices.
+
+    Args:
+        to_validity: converts logits to probabilities.
+    """
+    if not len(reading.draft):  # nothing is wrong before the first token
+        return Verdict(cuts=list(reading.cuts or ()), validity=[1.0] * len(reading.cuts or ()))
+    found = reading.logprobs(k)
+    scores = score(found)
+    validity, unusual = to_validity(scores.logits), scores.usual is False
+    if reading.cuts is None:
+        cuts = [*range(1, len(reading.draft) + 1)]
+        return Verdict(cuts=cuts, validity=validity.tolist(), scores=scores, by_token=True, unusual=unusual)
+    at = torch.tensor(list(reading.cuts), dtype=torch.long, device=validity.device)
+    each = validity[(at - 1).clamp_min(0)].masked_fill(at == 0, 1.0)
+    return Verdict(
+        cuts=list(reading.cuts),
+        validity=each.tolist(),
+        is_greedy_choice=found.is_greedy_choice.tolist(),
+        scores=scores,
+        unusual=unusual,
+    )
