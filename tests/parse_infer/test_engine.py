@@ -103,7 +103,7 @@ def test_nothing_is_drafted_that_nobody_would_keep(engine, block_tokens, samplin
     engine.backend.target_drafter = load_token_drafter("draft", engine.target, engine.draft)
     ours, lossless = engine.generate(PROMPT, settings), engine.generate_target(PROMPT, settings, speculate=True)
     assert ours.token_ids == lossless.token_ids and len(ours.token_ids) == 40
-    assert (ours.stats.draft_tokens, ours.stats.target_forwards) == (0, lossless.stats.target_forwards)
+    assert ours.stats.draft_tokens == 0 < ours.stats.drafter_forwards  # measured times decide how many
     greedy = sampling.greedy  # else no token can be kept as the target's own choice
     given = engine.generate(PROMPT, settings, draft_text="Tom has 4.")
     assert bool(given.stats.draft_tokens) == greedy
