@@ -188,8 +188,7 @@ def _heads(target: LanguageModel) -> dict[str, Any]:
 
 
 def forward_costs(
-    target: str,
-    draft: str,
+    names: tuple[str, str],
     context: int,
     drafted: int,
     rounds: int,
@@ -197,10 +196,10 @@ def forward_costs(
     dtype: torch.dtype,
     torch_compile: bool = False,
 ) -> tuple[Table, str]:
-    """Time all forwards of two shapes; see `cost_report`."""
+    """Time all forwards of a target and a draft model with the shapes of `names`; see `cost_report`."""
     torch.manual_seed(0)
-    _check_memory((target, draft), device, dtype)
-    pair = [random_model(shape, device, dtype, torch_compile) for shape in (target, draft)]
+    _check_memory(names, device, dtype)
+    pair = [random_model(shape, device, dtype, torch_compile) for shape in names]
     if context + drafted + _PROBE > min(lm.window for lm in pair):
         raise ParseError(
             f"{context} context tokens and {drafted} draft tokens exceed the context windows "

@@ -70,6 +70,24 @@ class Cell:
         return self.mode, self.clients, self.turn
 
 
+@dataclass(frozen=True)
+class LoadTest:
+    """What to measure.
+
+    Attributes:
+        clients: numbers of concurrent clients.
+        turns: runs of each mode with each number of clients.
+        together: keep all servers up, and alternate the modes for each number of clients. False (a GPU holds only
+            one): finish all turns of one server before the next.
+    """
+
+    modes: Sequence[str]
+    clients: Sequence[int]
+    settings: GenerationSettings
+    turns: int = 1
+    together: bool = True
+
+
 def check_server_modes(names: Sequence[str], starts: bool = True) -> None:
     """Raise ValueError or FileNotFoundError for an unknown mode or a head that vLLM cannot use. With `starts` False,
     also for a mode that must start a server."""
@@ -131,35 +149,29 @@ def _label(name: str) -> str:
 
 def run_clients(
     connect: Callable[[bool, dict[str, Any]], ParseEngine],
-    modes: Sequence[str],
-    clients: Sequence[int],
+    load: LoadTest,
     problems: Sequence[BenchProblem],
     check: Callable[[Any, str], bool | None],
     folder: str | Path,
-    settings: GenerationSettings,
     about: Mapping[str, Any],
     on_progress: Callable[[str], None] = lambda line: None,
-    turns: int = 1,
-    together: bool = True,
 ) -> dict[str, Any]:
     """Run the missing measurements; write `clients.json`, `clients.md` and `clients.png` into the folder.
 
     Args:
         connect: returns an engine over the target server of `server_of`; modes with the same server share it.
         about: models, task and machine; a continued run must have the same.
-        turns: runs of each mode with each number of clients.
-        together: keep all servers up, and alternate the modes for each number of clients. False (a GPU holds only
-            one): finish all turns of one server before the next.
 
     Returns:
         The content of `clients.json`: `about`, and `cells` with the figures of the table.
     """
-    modes, clients = list(dict.fromkeys(modes)), list(dict.fromkeys(clients))
+    modes, clients = list(dict.fromkeys(load.modes)), list(dict.fromkeys(load.clients))
+    settings, turns = load.settings, load.turns
     config = {**about, "settings": asdict(settings), "problems": problems_digest(problems)}
     store = RecordStore(folder, config, Cell)
     runs = list(_order(modes, clients, turns))
     server_by_mode = {mode: server_of(mode) for mode in modes}
-    if not together:
+    if not load.together:
         runs.sort(key=lambda key: list(server_by_mode.values()).index(server_by_mode[key[0]]))
 
     def measure(pending: list[tuple[str, int, int]]) -> Iterator[Cell]:
@@ -169,7 +181,7 @@ def run_clients(
             for mode, n, turn in pending:
                 server = server_by_mode[mode]
                 if str(server) not in up:
-                    if not together:
+                    if not load.together:
                         servers.close()
                         up.clear()
                     up[str(server)] = engine = servers.enter_context(connect(*server))

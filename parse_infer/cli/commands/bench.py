@@ -177,7 +177,7 @@ def _bench_clients(
     import torch
 
     from parse_infer.calibration.held_out import leave_out_learnt
-    from parse_infer.evaluation.load_test import check_server_modes, clients_table, run_clients
+    from parse_infer.evaluation.load_test import LoadTest, check_server_modes, clients_table, run_clients
     from parse_infer.models.environment import describe_machine
 
     parts = [part.strip() for part in clients.split(",")]
@@ -196,18 +196,15 @@ def _bench_clients(
     machine = {"coordinator": describe_machine(torch.device("cpu"))}  # remote servers do not report their hardware
     baseline = "the servers of --target-url" if models.target_url else "a stock server of vLLM"
     about = {**models.describe_servers(), "baseline": baseline, "task": task, **machine}
+    together = bool(models.target_url) or not torch.cuda.is_available()
     results = run_clients(
         connect,
-        modes,
-        [int(part) for part in parts],
+        LoadTest(modes, [int(part) for part in parts], settings, turns, together),
         problems,
         check,
         out,
-        settings,
         about,
         progress,
-        turns=turns,
-        together=bool(models.target_url) or not torch.cuda.is_available(),
     )
     with tracking.job(track):
         track_results(about, {f"{cell['mode']}, {cell['clients']} clients": cell for cell in results["cells"]})

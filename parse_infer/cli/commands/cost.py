@@ -36,7 +36,7 @@ def cost(
         raise ParseError(f"--torch-compile is for decoding on a GPU, not on {place}: leave it out")
     from parse_infer.evaluation.forward_cost import forward_costs
 
-    table, summary = forward_costs(target, draft, context, draft_tokens, rounds, place, numbers, torch_compile)
+    table, summary = forward_costs((target, draft), context, draft_tokens, rounds, place, numbers, torch_compile)
     how = f"{numbers}, {place}{', torch.compile' * torch_compile}"
     Console().print(f"{target} and {draft}, random weights, {how}, {context} tokens of context")
     Console().print(table, summary)

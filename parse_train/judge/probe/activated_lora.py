@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,25 +19,27 @@ from parse_infer.errors import ParseError
 ADAPTER = "default"
 
 
-def attach_activated_lora(
-    target: PreTrainedModel,
-    probe_ids: Sequence[int],
-    *,
-    rank: int,
-    alpha: int,
-    dropout: float,
-    target_modules: Sequence[str],
-) -> PeftModel:
+@dataclass(frozen=True)
+class LoraOptions:
+    """Size, scale and dropout of the LoRA, and the names of the adapted layers, as in peft's `LoraConfig`."""
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: Sequence[str] = ("all-linear",)
+
+
+def attach_activated_lora(target: PreTrainedModel, probe_ids: Sequence[int], lora: LoraOptions) -> PeftModel:
     """Wrap `target` with a new activated LoRA, whose initial update is zero, and freeze all other parameters.
 
     Raises:
         ValueError: no layer matches `target_modules` (peft's message), or an adapted layer gets flattened tokens.
     """
-    names, (ordered, flattened) = list(target_modules), token_layouts(target)
+    names, (ordered, flattened) = list(lora.target_modules), token_layouts(target)
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
         target_modules=names[0] if names == ["all-linear"] else names,
         alora_invocation_tokens=list(probe_ids),
         task_type="CAUSAL_LM",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from parse_infer.judge.probe.head import Probe, ReducedLMHead, TokenDoubt, Valid
 from parse_infer.judge.probe.packing import probe_mask, probe_positions, readout_index
 from parse_infer.models.architecture import decoder_layers, layer_windows, output_layer
 from parse_infer.models.attention import enable_split_attention, layer_masks
-from parse_train.judge.probe.activated_lora import ADAPTER, attach_activated_lora
+from parse_train.judge.probe.activated_lora import ADAPTER, LoraOptions, attach_activated_lora
 from parse_train.judge.probe.context_cache import ContextCache
 from parse_train.judge.probe.draft_states import DraftStates, StateStore
 
@@ -43,7 +43,7 @@ class ValidityModel(nn.Module):
         probe: the P probe tokens; none for a head with token doubt alone.
         head: the initialised read-out.
         end_ids: tokens that end an answer; hidden from a probe that closes the turn.
-        lora_rank, lora_alpha, lora_dropout, lora_target_modules: the activated LoRA (peft).
+        lora: the activated LoRA; None: the defaults.
         state_store_gib: memory for draft states, which without a probe are equal in all epochs.
     """
 
@@ -56,10 +56,7 @@ class ValidityModel(nn.Module):
         head: ValidityHead,
         *,
         end_ids: Iterable[int] = (),
-        lora_rank: int = 16,
-        lora_alpha: int = 32,
-        lora_dropout: float = 0.0,
-        lora_target_modules: Sequence[str] = ("all-linear",),
+        lora: LoraOptions | None = None,
         state_store_gib: float = 0.0,
     ) -> None:
         super().__init__()
@@ -71,14 +68,7 @@ class ValidityModel(nn.Module):
         self._part = None if vocabulary is None else _reduced_lm_head(target, vocabulary)
         self.target: PreTrainedModel | PeftModel
         if probe.ids:
-            self.target = attach_activated_lora(
-                target,
-                probe.ids,
-                rank=lora_rank,
-                alpha=lora_alpha,
-                dropout=lora_dropout,
-                target_modules=lora_target_modules,
-            )
+            self.target = attach_activated_lora(target, probe.ids, lora or LoraOptions())
         else:
             self.target = target.requires_grad_(False)
         self.head = copy.deepcopy(head).to(target.device)

@@ -27,6 +27,7 @@ from parse_infer.text.cuts import CutPolicy
 from parse_train import checkpoints, training_run
 from parse_train.judge.build_info import BuildInfo, read_build_info
 from parse_train.judge.data import ValidityDataset
+from parse_train.judge.probe.activated_lora import LoraOptions
 from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.judge.probe.data import Encoder, ValidityCollator, load_datasets
 from parse_train.judge.probe.model import ValidityModel
@@ -141,10 +142,7 @@ def build_model(config: ValidityTrainingConfig, lm: LanguageModel, vocabulary: T
         probe,
         head,
         end_ids=lm.eos_ids,
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        lora_target_modules=config.lora_target_modules,
+        lora=LoraOptions(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules),
         state_store_gib=config.state_store_gib,
     )
 

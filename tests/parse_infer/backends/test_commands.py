@@ -238,13 +238,13 @@ def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch,
     ("gpu", "options", "together"), [(False, [], True), (True, [], False), (True, ["--target-url", "http://x"], True)]
 )
 def test_servers_are_up_together_where_there_is_room(monkeypatch, tmp_path, gpu, options, together):
-    asked = []
+    measured = []
 
-    def run_clients(*_, turns, together):
-        asked.append((turns, together))
+    def run_clients(connect, load, *_):
+        measured.append((load.turns, load.together))
         raise OSError("enough")
 
     monkeypatch.setattr("parse_infer.evaluation.load_test.run_clients", run_clients)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", "target", "--repeats", "3", *options]
-    assert main([*command, "--out", str(tmp_path)]) == 2 and asked == [(3, together)]
+    assert main([*command, "--out", str(tmp_path)]) == 2 and measured == [(3, together)]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from parse_infer.backends.pool.retries import Unavailable
-from parse_infer.evaluation.load_test import check_server_modes, run_clients, server_of
+from parse_infer.evaluation.load_test import LoadTest, check_server_modes, run_clients, server_of
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.test_eagle import make_head
 from tests.parse_infer.speculation.test_medusa import make_heads
@@ -42,12 +42,10 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
     def run(ways: list[str], folder: Path = tmp_path, n: int = 6) -> dict[str, object]:
         return run_clients(
             lambda stock, options: connected.append((stock, options)) or Connection(),
-            ways,
-            [1, 3],
+            LoadTest(ways, [1, 3], GenerationSettings(12, 0.5)),
             [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(n)],
             lambda problem, text: None if None in checked else problem.id in checked,
             folder,
-            GenerationSettings(12, 0.5),
             {"target": "tiny"},
         )
 
@@ -93,9 +91,14 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
         problems = [Problem(f"p{n}", f"Tom has {n} apples.") for n in range(4)]
         about = {"target": "tiny"}
         return run_clients(
-            Connection, ["target", "parse"], [2], problems, lambda problem, text: problem.id == "p1", tmp_path,
-            GenerationSettings(12, 0.5), about, happened.append, turns, together,
-        )  # fmt: skip
+            Connection,
+            LoadTest(["target", "parse"], [2], GenerationSettings(12, 0.5), turns, together),
+            problems,
+            lambda problem, text: problem.id == "p1",
+            tmp_path,
+            about,
+            happened.append,
+        )
 
     results = run(2)
     first, second = "2 clients, turn 1 of 2", "2 clients, turn 2 of 2"
@@ -133,9 +136,13 @@ def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, conn
     draft.away = True
     with pytest.raises(Unavailable, match="no draft server answers"):
         run_clients(
-            lambda *_: nullcontext(coordinator), ["parse"], [1], [Problem("p0", "Tom has 5 apples.")],
-            lambda problem, text: True, tmp_path, GenerationSettings(12, 0.5), {"target": "tiny"},
-        )  # fmt: skip
+            lambda *_: nullcontext(coordinator),
+            LoadTest(["parse"], [1], GenerationSettings(12, 0.5)),
+            [Problem("p0", "Tom has 5 apples.")],
+            lambda problem, text: True,
+            tmp_path,
+            {"target": "tiny"},
+        )
 
 
 def test_modes_are_checked():

@@ -28,6 +28,7 @@ from parse_infer.text.cuts import Segmenter
 from parse_train.judge.data import ValidityDataset
 from parse_train.judge.export import export_adapter
 from parse_train.judge.pass_risk import RiskControl
+from parse_train.judge.probe.activated_lora import LoraOptions
 from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.judge.probe.data import ValidityCollator, ValidityExample
 from parse_train.judge.probe.draft_states import DraftStates, StateStore
@@ -51,7 +52,7 @@ def trained(
     head = ValidityHead(target.config.hidden_size, 3, vocabulary, probe=bool(probe.ids))
     if head.weight is not None:
         head.weight = ValidityHead.from_verbalizer(target, 67, 73).weight
-    model = ValidityModel(target, probe, head, end_ids={258}, lora_rank=4, lora_alpha=8, **options)
+    model = ValidityModel(target, probe, head, end_ids={258}, lora=LoraOptions(4, 8), **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -390,7 +391,7 @@ def test_the_untrained_head_is_the_verbalizer(
     target = make_model("llama")
     judge = ZeroShotJudge(target, tokenizer)
     verifier = Verifier(Decoder(make_model("llama"), {258}), judge, Segmenter(tokenizer))
-    validity = ValidityModel(target, judge.probe, judge.head.requires_grad_(True), lora_rank=4)
+    validity = ValidityModel(target, judge.probe, judge.head.requires_grad_(True), lora=LoraOptions(4))
     with torch.no_grad():
         logits = validity.eval()(batch["input_ids"], batch["visible"], batch["cuts"])["logits"]
     for example, row in zip(examples, logits, strict=True):
@@ -422,7 +423,7 @@ def test_beside_token_doubt_the_probe_starts_at_zero(
 def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
     one, other = (
         trained(make_model("llama")),
-        ValidityModel(make_model("llama"), PROBE, ValidityHead(32, token_rank=3), lora_rank=4, lora_alpha=8),
+        ValidityModel(make_model("llama"), PROBE, ValidityHead(32, token_rank=3), lora=LoraOptions(4, 8)),
     )
     state = one.state_dict()
     assert all("lora_" in name or name.startswith("head.") for name in state)
