@@ -152,7 +152,26 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("folder", ["*.md", "docs/**/*.md", "zoo/**/*.md", "tests/**/*.md"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "SECURITY.md",
+        "parse_*/**/*.py",
+        "data_tools/**/*.py",
+        "tools/*.py",
+        "recipes/**/*.yaml",
+        "deploy/*",
+        "zoo/**/*.md",
+    ],
+)
+def test_the_pages_that_code_names_exist(folder: str) -> None:
+    for path in REPOSITORY.glob(folder):
+        for page, _, anchor in re.findall(r"\b(docs/[\w/-]+\.md)(#([\w-]+))?", path.read_text(encoding="utf-8")):
+            there = REPOSITORY / page
+            assert there.is_file() and (not anchor or anchor in anchors(there)), f"{path} names {page}#{anchor}"
+
+
+@pytest.mark.parametrize("folder", ["*.md", "docs/**/*.md", "zoo/**/*.md"])
 def test_links_lead_somewhere(folder: str) -> None:
     for page in REPOSITORY.glob(folder):
         if page.name == "CHANGELOG.md":

@@ -7,7 +7,7 @@ killed         1,000 requests, 32 concurrent, each server killed once: wrong and
 useless FILE   prompts outside the draft model's task (jsonl, such as MT-Bench's): adaptive from a cold start, then
                alternating with the target alone, 32 and 8 concurrent requests
 
-For speed see docs/guide/servers.md.
+For speed see docs/results/servers.md.
 """
 
 from __future__ import annotations
