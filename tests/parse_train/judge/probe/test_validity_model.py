@@ -46,13 +46,19 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 def trained(
-    target: PreTrainedModel, probe: Probe = PROBE, vocabulary: Tensor | None = None, **options: Any
+    target: PreTrainedModel,
+    probe: Probe = PROBE,
+    vocabulary: Tensor | None = None,
+    dropout: float = 0.0,
+    state_store_gib: float = 0.0,
 ) -> ValidityModel:
     """A model whose adapter and head really do something, as after training."""
     head = ValidityHead(target.config.hidden_size, 3, vocabulary, probe=bool(probe.ids))
     if head.weight is not None:
         head.weight = ValidityHead.from_verbalizer(target, 67, 73).weight
-    model = ValidityModel(target, probe, head, end_ids={258}, lora=LoraOptions(4, 8), **options)
+    model = ValidityModel(
+        target, probe, head, end_ids={258}, lora=LoraOptions(4, 8, dropout), state_store_gib=state_store_gib
+    )
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -127,7 +133,7 @@ def test_back_propagating_through_the_context_changes_no_gradient(
 
 def test_checkpointed_layers_change_no_gradient(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
     """The second run of a layer reads the same context, with the same adapter and dropout, and keeps far less."""
-    validity = trained(model, lora_dropout=0.3).train()
+    validity = trained(model, dropout=0.3).train()
     gradients, saved = [], [0, 0]
     for recomputes in (0, 1):
         if recomputes:
