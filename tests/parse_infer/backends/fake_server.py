@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in a thread of this process, whose model is a local decoder. It can be told to fail."""
+"""An OpenAI-compatible server in a thread of this process, whose model is a local decoder. It can be made to fail."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class FakeServer:
         names: under which it serves the model.
         root: where the model's files are.
         card: what else /v1/models says of the model.
-        away: every connection is closed before an answer.
-        ill: what /health answers instead of 200, or "hangs".
+        offline: every connection is closed before an answer.
+        health_status: what /health answers instead of 200, or "hangs".
         health: the text of /health.
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
@@ -80,8 +80,8 @@ class FakeServer:
         self.names = [lm.name]
         self.root = f"/models/{lm.name}"
         self.card: dict[str, Any] = {}
-        self.away = False
-        self.ill: int | str | None = None
+        self.offline = False
+        self.health_status: int | str | None = None
         self.health = ""
         self.clients: list[int] = []
         self.given_keys: list[str | None] = []
@@ -148,14 +148,14 @@ class FakeServer:
             return _error(404, "Not Found")
         body = await request.json()
         self.bodies.append(body)
-        ids, asked = body["token_ids"], body["sampling_params"]
-        assert not asked["detokenize"] and not asked["skip_reading_prefix_cache"], asked
+        ids, settings = body["token_ids"], body["sampling_params"]
+        assert not settings["detokenize"] and not settings["skip_reading_prefix_cache"], settings
         salt = body.get("cache_salt")
         shared = max((_common(ids, known) for own, known in self._cache if own == salt), default=0)
         cached = min(shared, len(ids) - 1) // self.cache_block * self.cache_block
         self._cache.append((salt, ids))
         self.cached.append(cached)
-        entries = self._read(ids, asked["prompt_logprobs"])["prompt_logprobs"]
+        entries = self._read(ids, settings["prompt_logprobs"])["prompt_logprobs"]
         held = [{"-7": {"logprob": 1e21, "rank": 0}} for _ in entries[1 : cached + 1]]
         entries[1 : cached + 1] = held if self.model_runner == 1 else []
         fault = self.cache_fault if cached else None
@@ -318,9 +318,9 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
 
     async def health(request: web.Request) -> web.Response:
-        if server.ill == "hangs":
+        if server.health_status == "hangs":
             await asyncio.sleep(3600)
-        return web.Response(status=server.ill or 200, text=server.health)
+        return web.Response(status=server.health_status or 200, text=server.health)
 
     async def tokenize(request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -329,7 +329,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     @web.middleware
     async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
         server.clients.append(request.transport.get_extra_info("peername")[1])
-        if server.away:
+        if server.offline:
             request.transport.close()
             raise asyncio.CancelledError
         given = request.headers.get("Authorization")

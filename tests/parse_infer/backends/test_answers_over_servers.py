@@ -45,8 +45,8 @@ def same(ours: Generation, theirs: Generation) -> bool:
     """Above a threshold of 1 the text alone: the local engine drafts, and over servers the target answers alone."""
     spans = [[(s.text, s.source, s.n_tokens) for s in each.spans] for each in (ours, theirs)]
     alone = not ours.stats.draft_tokens
-    told = [(each.token_ids, each.finish_reason) for each in (ours, theirs)]
-    return told[0] == told[1] and (alone or spans[0] == spans[1])
+    results = [(each.token_ids, each.finish_reason) for each in (ours, theirs)]
+    return results[0] == results[1] and (alone or spans[0] == spans[1])
 
 
 @pytest.mark.parametrize("local_rows", [0, 3])
@@ -72,7 +72,7 @@ def test_the_judge_without_training_is_the_same_over_servers(engine, connect, bl
     assert all(map(same, found, wanted)) and any(answer.stats.accepted_tokens for answer in wanted)
 
 
-def test_it_answers_in_a_notebook_and_in_threads(engine, connect):
+def test_the_engine_answers_in_a_notebook_and_in_threads(engine, connect):
     """A notebook's event loop runs in the thread that asks."""
     coordinator, *_ = connect(engine)
     settings = {"max_new_tokens": 24, "threshold": 0.0, **WHOLE}
@@ -138,7 +138,7 @@ def test_many_prompts_are_taken_as_they_are_needed(engine, connect, over_servers
     assert [*texts, *(g.text for g in found)] == own and len(taken) == len(own)
 
 
-def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(engine, connect):
+def test_a_threshold_above_1_gives_the_targets_answer(engine, connect):
     coordinator, _, draft = connect(engine)
     alone = engine.generate_target(PROMPTS, max_new_tokens=40)
     found = coordinator.generate(PROMPTS, max_new_tokens=40, threshold=1.01)
@@ -148,7 +148,7 @@ def test_above_one_a_threshold_keeps_nothing_and_the_target_alone_is_the_same(en
     assert [g.token_ids for g in found] == [g.token_ids for g in alone] and not draft.bodies
 
 
-def test_events_tell_the_answer_as_it_comes(engine, connect):
+def test_events_carry_the_answer_as_it_is_written(engine, connect):
     coordinator, _, _ = connect(engine)
     threshold = partial_threshold(engine)
     *events, done = coordinator.stream(PROMPT, max_new_tokens=40, threshold=threshold, **WHOLE)
@@ -174,7 +174,7 @@ def test_the_target_reads_a_long_prompt_while_the_draft_is_written(engine, conne
 
 
 @pytest.mark.slow
-def test_a_draft_model_with_tokens_of_its_own(engine, connect, make_model, random_adapter):
+def test_a_draft_model_may_have_other_tokens(engine, connect, make_model, random_adapter):
     words = word_tokenizer()
     other = language_model(printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words), words, "o")
     local = ParseEngine.from_models(engine.target, other, engine.backend.judge, cut_policy=CUTS)
@@ -198,7 +198,7 @@ def test_given_drafts_need_no_draft_server(engine, connect):
     assert not draft.bodies
 
 
-def test_a_plain_server_is_asked_in_words(engine, connect):
+def test_a_server_without_token_ids_gets_text(engine, connect):
     judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, CUTS)
     local = ParseEngine.from_models(engine.target, engine.draft, judge)
     coordinator, _, _ = connect(local)
@@ -213,7 +213,7 @@ def test_a_plain_server_is_asked_in_words(engine, connect):
 
 @pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_server_that_fails_is_asked_again_and_no_token_comes_twice(engine, connect, fault, watched):
+def test_a_failed_stream_is_retried_without_repeating_a_token(engine, connect, fault, watched):
     coordinator, targets, _ = connect(engine, n_targets=2)
     settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     wanted = engine.generate(PROMPT, **WHOLE | settings)
@@ -237,7 +237,7 @@ def test_requests_of_an_answer_stay_with_a_server_and_answers_are_spread(engine,
 
 
 @pytest.mark.slow
-def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog):
+def test_one_server_of_several_may_be_offline_at_the_start(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers, text = coordinator.backend._target.servers, coordinator.generate(PROMPT, max_new_tokens=20).text
     address, servers.members[0].url = servers.members[0].url, "http://127.0.0.1:9"
@@ -252,7 +252,7 @@ def test_one_server_of_several_may_be_away_at_the_start(engine, connect, caplog)
     assert targets[0].bodies
 
 
-def test_servers_that_stay_away_end_in_one_sentence(engine, connect):
+def test_servers_that_stay_offline_are_an_error_of_one_sentence(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.3)
     target.faults.extend(["nonsense"] * 100)
     with pytest.raises(Unavailable, match=r"the target servers failed 4 times: .* incomplete JSON"):
@@ -276,7 +276,7 @@ def test_bad_requests_and_servers_are_refused_in_one_sentence(engine, connect):
         coordinator.generate(["fine", " "])
 
 
-def test_servers_may_want_a_key(engine, connect):
+def test_servers_may_require_a_key(engine, connect):
     coordinator, _, _ = connect(engine, keys=("secret", "secret"))
     assert coordinator.generate(PROMPT, max_new_tokens=8).text
     for wrong in (None, "guess"):
@@ -321,24 +321,24 @@ def test_a_useless_draft_is_given_up(engine, connect):
 def test_a_prompt_beyond_the_draft_models_window_is_the_targets_alone(make_engine, connect, local_rows):
     engine = make_engine(draft_window=10)
     coordinator, _, draft = connect(engine, local_rows=local_rows)
-    told = []
-    coordinator.controller.note = lambda *_, kept=None: told.append(kept)
+    notes = []
+    coordinator.controller.note = lambda *_, kept=None: notes.append(kept)
     wanted = engine.generate_target(PROMPT, max_new_tokens=20).token_ids
     for adaptive in (False, True):
         found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=adaptive)
         assert found.token_ids == wanted and found.stats.draft_tokens == 0
-    assert not draft.bodies and not told, "an empty draft tells nothing about drafts"
+    assert not draft.bodies and not notes, "an empty draft is no measurement"
 
 
-def test_the_controller_is_told_what_was_kept(engine, connect, monkeypatch):
+def test_the_controller_gets_the_number_of_accepted_tokens(engine, connect, monkeypatch):
     coordinator, _, _ = connect(engine)
-    told = []
-    monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: told.append(kept))
+    notes = []
+    monkeypatch.setattr(coordinator.controller, "note", lambda *_, kept=None: notes.append(kept))
     found = coordinator.generate(PROMPT, max_new_tokens=20, threshold=0.0, adaptive=True)
-    assert found.stats.accepted_tokens and told == [found.stats.accepted_tokens]
+    assert found.stats.accepted_tokens and notes == [found.stats.accepted_tokens]
 
 
-def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypatch):
+def test_an_answer_continues_beyond_the_token_limit_of_a_server(engine, connect, monkeypatch):
     """As vLLM has where a model's generation_config.json has max_new_tokens."""
     write = FakeServer._write
     monkeypatch.setattr(
@@ -352,7 +352,7 @@ def test_a_server_with_a_limit_of_its_own_is_asked_on(engine, connect, monkeypat
     assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
 
 
-def test_a_server_that_ends_an_answer_without_a_token_fails_and_is_there(engine, connect, monkeypatch):
+def test_an_answer_that_ends_without_a_token_fails_and_keeps_the_server(engine, connect, monkeypatch):
     coordinator, _, _ = connect(engine)
     monkeypatch.setattr(FakeServer, "_write", lambda self, prompt, body: iter(()))
     with pytest.raises(Failing, match="has ended an answer without a token"):
@@ -371,14 +371,14 @@ def test_requests_override_the_penalties_of_a_generation_config(engine, connect)
     assert len(writing) > len(draft.bodies) and all(body | neutral == body for body in writing)
 
 
-def test_a_server_that_stumbles_at_the_start_is_watched_where_requests_run(engine, connect):
+def test_health_checks_of_a_server_that_fails_at_the_start_run_in_the_request_loop(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
     coordinator.backend.run(coordinator.backend.handshake())
     with running(LoopRunner(coordinator), engine) as served:  # on another event loop
         targets[0].bodies.clear()
         end = time.monotonic() + 10
-        while not targets[0].bodies:  # a health check there has it judge a draft, and it is asked again
+        while not targets[0].bodies:  # a health check there has it judge a draft, and it repeats
             assert time.monotonic() < end, "the server was not checked again"
             assert served.chat(max_tokens=8).status_code == 200
         for target in targets:
@@ -397,9 +397,9 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
     draft.pause = 0.1
     with running(LoopRunner(coordinator), engine) as served:
         most = []
-        asked = {"max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 5, "parse": {"draft_temperature": 0}}
+        request = {"max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 5, "parse": {"draft_temperature": 0}}
         with ThreadPoolExecutor(1) as client:
-            answer = client.submit(lambda: served.chat(PROMPT, **asked))
+            answer = client.submit(lambda: served.chat(PROMPT, **request))
             while not answer.done():
                 most.append(coordinator.running)
                 time.sleep(0.005)
@@ -407,14 +407,14 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
         texts = [choice["message"]["content"] for choice in answer.result().json()["choices"]]
         assert [choice["index"] for choice in answer.result().json()["choices"]] == [0, 1, 2]
         draft.pause = 0.0
-        alone = [served.chat(PROMPT, **{**asked, "n": 1}).json()["choices"][0]["message"]["content"]]
+        alone = [served.chat(PROMPT, **{**request, "n": 1}).json()["choices"][0]["message"]["content"]]
         assert texts[:1] == alone, "the first one has the seed as it is given"
 
 
 @pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("ends", ["ignore_eos", "stop_token_ids", "min_tokens", "min_tokens and stop"])
 def test_an_answer_ends_where_the_local_engines_does(engine, connect, ends, local_rows):
-    """Its servers are told: what they write behind an end is not wanted, and what they must not write yet."""
+    """Requests hold the end tokens, and the number of tokens before one may end the answer."""
     free = engine.generate_target(PROMPT, max_new_tokens=40).token_ids
     for part in (engine.target, engine.draft):
         part.eos_ids = {free[8]}
@@ -438,7 +438,7 @@ def test_an_answer_ends_where_the_local_engines_does(engine, connect, ends, loca
             alone = engine.generate_target(PROMPT, **settings)
             target.bodies.clear()
             assert same(coordinator.generate_target(PROMPT, **settings), alone) and len(target.bodies) == 1
-            target.faults.extend(["cut"] if threshold > 1 else [])  # a stream that breaks off goes on
+            target.faults.extend(["cut"] if threshold > 1 else [])  # a broken stream is resumed
             *_, done = coordinator.stream(PROMPT, **settings)
             assert same(done.generation, engine.generate(PROMPT, **WHOLE | settings))
     written = [body for body in target.bodies if body["max_tokens"] > 1]

@@ -111,14 +111,14 @@ def test_the_targets_key_goes_to_its_own_address_only(drafts, targets, reuses):
     assert draft_key(None, None, drafts, targets) is None
 
 
-def test_a_draft_server_of_ours_gets_a_key_of_its_own_where_the_target_has_one():
+def test_a_started_draft_server_gets_a_random_key_if_the_target_has_one():
     keys = {draft_key(None, "key", [], [HERE]) for _ in range(2)}
     assert len(keys) == 2 and "key" not in keys and None not in keys
     assert draft_key(None, None, [], [HERE]) is None
 
 
 @pytest.mark.parametrize("key", ["se\ncret", "schlüssel", "a\x00b"])
-def test_a_key_that_no_header_holds_is_refused(key):
+def test_a_key_that_no_header_can_hold_is_refused(key):
     with pytest.raises(ValueError, match="api_key has characters that no HTTP header can hold"):
         find_key("api_key", key, "VLLM_API_KEY")
 

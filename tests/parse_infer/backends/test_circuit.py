@@ -106,7 +106,7 @@ def test_more_failures_than_successes_open_it(clock, share, opens):
     assert one.is_open == opens
 
 
-def test_a_rest_is_kept_and_no_shorter_one_replaces_it(clock):
+def test_a_shorter_retry_after_does_not_replace_a_longer_one(clock):
     one = Circuit(clock)
     one.fail(one.begin(), rest_s=5.0)
     one.fail(one.begin(), rest_s=1.0)
@@ -250,7 +250,7 @@ def test_equally_busy_replicas_are_chosen_at_random(pool):
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_asks_for_a_rest_gets_it(pool, clock, status):
+def test_retry_after_of_a_server_is_respected(pool, clock, status):
     replicas, servers = pool(2)
     servers[0].faults.append((status, {"Retry-After": "7"}))
     ask(replicas, 10)
@@ -260,7 +260,7 @@ def test_a_server_that_asks_for_a_rest_gets_it(pool, clock, status):
     assert shares(replicas, servers)[0]["ok"] == 1
 
 
-def test_where_all_servers_rest_a_request_waits_for_them(pool, clock):
+def test_a_request_waits_for_resting_servers(pool, clock):
     replicas, (server,) = pool(1, patience_s=30.0)
     server.faults.append((429, {"Retry-After": "7"}))
     waits = []
@@ -274,7 +274,7 @@ def test_where_all_servers_rest_a_request_waits_for_them(pool, clock):
     assert sum(waits) == pytest.approx(7.0) and len(server.bodies) == 2
 
 
-def test_where_all_servers_rest_for_too_long_the_client_is_told_how_long(engine, connect):
+def test_the_client_gets_the_retry_after_of_resting_servers(engine, connect):
     coordinator, (target,), _ = connect(engine)
     with running(LoopRunner(coordinator), engine) as served:
         coordinator.backend._target.servers.patience_s = 0.0
@@ -323,7 +323,7 @@ def test_a_trial_is_short(engine, connect, clock, monkeypatch):
     assert coordinator.generate(PROMPT, **SETTINGS).fallback == "no_draft" and len(draft.bodies) == 2
 
 
-def test_a_draft_that_breaks_off_is_a_draft(engine, connect, clock):
+def test_an_incomplete_draft_is_verified(engine, connect, clock):
     coordinator, _, draft = connect(engine, clock=clock)
     draft.faults.append("cut")
     found = coordinator.generate(PROMPT, max_new_tokens=24, threshold=0.0, block_tokens="whole")

@@ -30,7 +30,7 @@ def local(engine, prompt: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coordinated, tmp_path, capsys):
+def test_a_file_of_prompts_is_answered_in_order_and_resumed(coordinated, tmp_path, capsys):
     engine, target = coordinated
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers"
     file.write_text("".join(json.dumps({"prompt": p, "id": f"q{i}"}) + "\n" for i, p in enumerate(PROMPTS)))
@@ -46,11 +46,11 @@ def test_a_file_of_prompts_is_answered_in_order_and_goes_on_where_it_stopped(coo
     assert main([*command, "--out", str(out)]) == 0
     again = [json.loads(line) for line in records.read_text().splitlines()]
     assert [row["answer"]["text"] for row in again] == [row["answer"]["text"] for row in rows]
-    asked = {
+    prompts = {
         tuple(body["prompt"][0] if isinstance(body["prompt"][0], list) else body["prompt"]) for body in target.bodies
     }
     first = tuple(engine.target.render(PROMPTS[0]))
-    assert not any(prompt[: len(first)] == first for prompt in asked), "an answer that was there was asked for again"
+    assert not any(prompt[: len(first)] == first for prompt in prompts), "an existing answer was requested again"
     capsys.readouterr()
     assert main([*command, "--out", str(out), "--stop", "x"]) == 2
     assert "holds a run of answers with settings" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
         (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', which is not a program"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments, sentence, capsys, monkeypatch):
+def test_impossible_options_are_refused_before_a_model_loads(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
     monkeypatch.setattr(
         "parse_infer.backends.local.backend.load_backend", lambda *_, **__: pytest.fail("models were loaded")
@@ -120,7 +120,7 @@ def test_what_cannot_work_is_said_before_anything_is_loaded_or_started(arguments
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])
-def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, capsys):
+def test_requests_carry_the_key_of_the_servers(by, engine, connect, monkeypatch, capsys):
     _coordinator, (target,), draft = connect(engine, keys=("secret", "secret"))
     addresses = ["--target-url", target.url, "--draft-url", draft.url, "--backend", "vllm"]
     if by == "variable":
@@ -134,7 +134,7 @@ def test_the_key_of_the_servers_reaches_them(by, engine, connect, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monkeypatch, tmp_path, capsys):
+def test_a_calibration_over_servers_keeps_the_local_one(coordinated, monkeypatch, tmp_path, capsys):
     found = Calibration("t", 300, "x", "accuracy", 0.9, 24, {}, [], {0.1: None})
     monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
     adapter, out = tmp_path / "adapter", tmp_path / "out"
@@ -146,7 +146,7 @@ def test_a_calibration_over_servers_leaves_the_local_one_alone(coordinated, monk
 
 
 @pytest.mark.slow
-def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
+def test_many_clients_of_the_server_get_the_engines_text(engine, connect):
     coordinator, _, _ = connect(engine, parallel=4)
     own = {prompt: local(engine, prompt) for prompt in PROMPTS}
     with running(LoopRunner(coordinator), engine) as served, ThreadPoolExecutor(8) as pool:
@@ -170,29 +170,29 @@ def test_behind_the_server_many_clients_get_the_engines_text(engine, connect):
         (["--adaptive"], True),
     ],
 )
-def test_over_servers_the_target_may_answer_alone_unless_told_otherwise(coordinated, monkeypatch, options, adaptive):
-    asked = []
+def test_over_servers_adaptive_is_the_default(coordinated, monkeypatch, options, adaptive):
+    calls = []
     for place in ("thread_runner.ThreadRunner", "loop_runner.LoopRunner"):
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
-    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: asked.append(adaptive))
+    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: calls.append(adaptive))
     monkeypatch.setattr("parse_infer.serve.server.ApiServer", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
-    assert asked == [adaptive]
+    assert calls == [adaptive]
 
 
 @pytest.mark.parametrize(("options", "parallel"), [([], None), (["--parallel", "7"], 7)])
 def test_the_number_of_concurrent_answers_is_an_option(monkeypatch, options, parallel):
-    asked = []
+    calls = []
 
     def from_pretrained(*_, **given):
-        asked.append(given.get("parallel"))
+        calls.append(given.get("parallel"))
         raise OSError("no server here")
 
     monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
     for command in (["generate", "Hi"], ["serve", "--port", "0"]):
         assert main([*command, "--backend", "vllm", *options]) == 2
-    assert asked == [parallel, parallel]
+    assert calls == [parallel, parallel]
 
 
 @pytest.mark.parametrize("given", [[], ["--draft", "zoo:draft", "--adapter", "zoo:adapter", "--local-draft"]])
@@ -201,26 +201,26 @@ def test_the_number_of_concurrent_answers_is_an_option(monkeypatch, options, par
 )
 def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch, tmp_path, modes, judged, given):
     """On a server of its own, then: a stock one."""
-    asked = []
+    calls = []
 
     def from_pretrained(target, draft, adapter, **options):
-        asked.append((target, draft, adapter, options["zero_shot"]))
+        calls.append((target, draft, adapter, options["zero_shot"]))
         raise OSError("no server here")
 
     monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
     assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
-    assert asked == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
+    assert calls == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
 
 
 def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch, tmp_path, capsys):
     tried = [TestedPoint(OperatingPoint(0.8, "whole"), 0, 0.04, 2.0, 0.1)]
     file = tmp_path / "calibration.json"
     Calibration("t", 300, "x", "accuracy", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0}).save(file)
-    asked = []
+    calls = []
 
     def from_pretrained(target, draft, adapter, **options):
-        asked.append(options["calibration"])
+        calls.append(options["calibration"])
         raise OSError("no server here")
 
     monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
@@ -228,16 +228,16 @@ def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch,
     for modes in ("target,parse", "parse,target"):
         out = ["--modes", modes, "--out", str(tmp_path / modes)]
         assert main([*command, *out, "--calibration", str(file)]) == 2
-    assert asked == [None, str(file)]
+    assert calls == [None, str(file)]
     capsys.readouterr()
     assert main([*command, "--out", str(tmp_path / "shipped")]) == 2  # the adapter's own is for local models
-    assert "this engine has no calibration: run `parse-infer calibrate`" in capsys.readouterr().err and len(asked) == 2
+    assert "this engine has no calibration: run `parse-infer calibrate`" in capsys.readouterr().err and len(calls) == 2
 
 
 @pytest.mark.parametrize(
     ("gpu", "options", "together"), [(False, [], True), (True, [], False), (True, ["--target-url", "http://x"], True)]
 )
-def test_servers_are_up_together_where_there_is_room(monkeypatch, tmp_path, gpu, options, together):
+def test_servers_run_together_if_memory_allows(monkeypatch, tmp_path, gpu, options, together):
     measured = []
 
     def run_clients(connect, load, *_):

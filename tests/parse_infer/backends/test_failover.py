@@ -1,4 +1,4 @@
-"""Which server is asked: one that is well, the same for all of an answer, and not one that was lost unnoticed."""
+"""The replica of a request: a healthy one, the same for a whole answer, and none that has vanished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parse_infer.backends.test_answers_over_servers import PROMPT, partial
 
 
 @pytest.mark.parametrize("fault", ["nonsense", "half", "500"])
-def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine, connect, fault, caplog):
+def test_a_request_that_fails_everywhere_opens_no_circuit(engine, connect, fault, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     caplog.set_level(logging.INFO, "parse_infer.backends")
     for target in targets:
@@ -30,18 +30,18 @@ def test_a_request_that_fails_everywhere_takes_no_server_away_from_others(engine
     assert not caplog.records, "nothing has happened to a server"
 
 
-def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine, connect, caplog):
+def test_a_server_with_broken_connections_is_unused_until_it_is_healthy(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     caplog.set_level(logging.INFO, "parse_infer.backends")
     wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     first, second = coordinator.backend._target.servers.members
-    targets[0].away = True
+    targets[0].offline = True
     assert coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids == wanted
     assert (first.healthy, second.healthy) == (False, True)
     targets[1].bodies.clear()
     coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
     assert len(targets[1].bodies) == 3
-    targets[0].away = False
+    targets[0].offline = False
     assert soon(coordinator, lambda: first.healthy)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
@@ -49,38 +49,38 @@ def test_a_server_whose_connections_break_is_out_until_its_health_is_good(engine
     assert said[1] == f"the target server {targets[0].url} is healthy again"
 
 
-def test_a_server_that_falls_ill_is_noticed_before_a_request_is(engine, connect, quick_checks):
+def test_a_health_check_finds_an_unhealthy_server_before_a_request(engine, connect, quick_checks):
     coordinator, targets, _ = connect(engine, n_targets=2)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     first, second = coordinator.backend._target.servers.members
-    targets[0].ill = 503
+    targets[0].health_status = 503
     assert soon(coordinator, lambda: not first.healthy) and second.healthy
     targets[0].bodies.clear()
     coordinator.generate_target([PROMPT] * 3, max_new_tokens=8)
     assert not targets[0].bodies
-    targets[0].ill = None
+    targets[0].health_status = None
     assert soon(coordinator, lambda: first.healthy)
 
 
 @pytest.mark.parametrize(("status", "text"), [(None, "OK"), (204, ""), (None, "<html>fine</html>")])
 def test_health_is_a_status_whatever_the_text(engine, connect, quick_checks, status, text):
     coordinator, (target,), _ = connect(engine)
-    target.ill, target.health = status, text
+    target.health_status, target.health = status, text
     coordinator.generate_target(PROMPT, max_new_tokens=8)
-    asked = len(target.clients)
-    assert soon(coordinator, lambda: len(target.clients) > asked + 6)
+    checks = len(target.clients)
+    assert soon(coordinator, lambda: len(target.clients) > checks + 6)
     (server,) = coordinator.backend._target.servers.members
     assert server.healthy and not server.last_error
 
 
-def test_a_server_that_is_slow_to_tell_its_health_is_believed_a_few_times(engine, connect, quick_checks, monkeypatch):
+def test_a_server_is_unhealthy_after_several_missed_health_checks(engine, connect, quick_checks, monkeypatch):
     monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     monkeypatch.setattr(health, "CHECKS_MISSED", 1_000_000)
     coordinator, (target,), _ = connect(engine)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
-    target.ill = "hangs"
-    asked = len(target.clients)
-    assert soon(coordinator, lambda: len(target.clients) > asked + 4)
+    target.health_status = "hangs"
+    checks = len(target.clients)
+    assert soon(coordinator, lambda: len(target.clients) > checks + 4)
     (server,) = coordinator.backend._target.servers.members
     assert server.healthy and coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     monkeypatch.setattr(health, "CHECKS_MISSED", 3)
@@ -94,7 +94,7 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
     coordinator, targets, _ = connect(engine, n_targets=2)
     wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     targets[0].faults.extend(["hangs"] * 4)
-    targets[0].ill = "hangs"
+    targets[0].health_status = "hangs"
 
     async def answered() -> list[int]:
         async with asyncio.timeout(WAIT_S):
@@ -111,7 +111,7 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
 
 @pytest.mark.slow
 def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engine, connect):
-    """There its prefix is cached, so the first server is not asked again although it is well."""
+    """There its prefix is cached, so the answer does not return to the first server although it is healthy."""
     coordinator, targets, draft = connect(engine, n_targets=2)
     settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     draft.pause = 0.1  # time enough for a server to come back
@@ -123,9 +123,9 @@ def test_after_a_failure_the_rest_of_an_answer_stays_with_the_other_server(engin
     assert all(server.healthy for server in coordinator.backend._target.servers.members)
 
 
-def test_servers_that_are_gone_are_an_error_of_its_own(engine, connect):
+def test_offline_servers_raise_unavailable(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.2)
-    target.away = True
+    target.offline = True
     with pytest.raises(Unavailable, match=r"no target server answers: .* does not answer") as raised:
         coordinator.generate_target(PROMPT, max_new_tokens=8)
     assert not isinstance(raised.value, Failing)
@@ -139,7 +139,7 @@ def test_a_server_that_hangs_at_the_start_is_named(engine, connect, monkeypatch)
         coordinator.backend.run(coordinator.backend.handshake())
 
 
-def test_no_request_goes_into_a_connection_that_its_server_is_about_to_close(engine, connect, monkeypatch):
+def test_idle_connections_end_before_the_server_closes_them(engine, connect, monkeypatch):
     """vLLM is served by uvicorn, which closes a connection after 5 s without a request."""
     assert inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default > client.KEEP_ALIVE_S
     _coordinator, (target,), _ = connect(engine)

@@ -41,7 +41,7 @@ def warnings(caplog) -> list[str]:
 @pytest.mark.parametrize("watched", [True, False])
 def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, block_tokens, watched):
     coordinator, _, draft = connect(engine, patience_s=LONG_S)
-    draft.away = True
+    draft.offline = True
     begun = time.monotonic()
     if watched:
         *_, done = coordinator.stream(PROMPT, **SETTINGS, block_tokens=block_tokens)
@@ -54,13 +54,13 @@ def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect
     assert failed.startswith(f"the draft server {draft.url} is out for 1 s after failed requests: ")
     assert said.startswith("the target answers without a draft (no_draft): the draft servers failed 1 times: ")
     assert soon(coordinator, lambda: not coordinator.backend._drafts[0].members[0].healthy)
-    draft.away = False
+    draft.offline = False
     assert soon(coordinator, lambda: coordinator.backend._drafts[0].members[0].healthy)
     found = coordinator.generate(PROMPT, **SETTINGS, block_tokens=block_tokens)
     assert found.fallback is None and found.stats.accepted_tokens == 24
 
 
-def test_a_refused_draft_is_done_without(engine, connect, caplog):
+def test_the_target_answers_alone_when_the_draft_is_refused(engine, connect, caplog):
     coordinator, _, draft = connect(engine)
     draft.faults.append("refused")
     found = coordinator.generate(PROMPT, **SETTINGS)
@@ -87,7 +87,7 @@ def test_a_prompt_that_the_draft_models_template_refuses_is_answered_without_it(
         coordinator.generate(PROMPT, **SETTINGS)
 
 
-def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypatch, caplog):
+def test_the_target_answers_alone_when_the_draft_server_is_silent(engine, connect, monkeypatch, caplog):
     """Its health is good, and its engine stuck."""
     monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2)
     coordinator, _, draft = connect(engine)
@@ -99,7 +99,7 @@ def test_a_draft_server_that_is_silent_is_done_without(engine, connect, monkeypa
     assert warnings(caplog)[-1].endswith(f": the draft servers failed 1 times: {draft.url} sent nothing for 0.2 s")
 
 
-def test_a_draft_model_of_our_own_that_fails_is_done_without(engine, connect, monkeypatch, caplog):
+def test_the_target_answers_alone_when_the_in_process_draft_fails(engine, connect, monkeypatch, caplog):
     coordinator, _, _ = connect(engine, local_rows=2)
 
     def fail(*_: object) -> None:
@@ -127,7 +127,7 @@ def test_a_draft_that_cannot_be_judged_is_dropped(engine, connect, caplog, block
     assert said.startswith("the target answers without a draft (judge_failed): ")
 
 
-def test_what_was_accepted_before_a_failure_stays(engine, connect):
+def test_tokens_accepted_before_a_failure_stay(engine, connect):
     coordinator, _, draft = connect(engine)
     threshold = partial_threshold(engine)
     settings = {"max_new_tokens": 60, "threshold": threshold, "block_tokens": 12}
@@ -145,7 +145,7 @@ def test_what_was_accepted_before_a_failure_stays(engine, connect):
 def test_where_drafts_are_measured_a_failure_is_an_error(engine, connect):
     """A benchmark or a calibration must not take the target's own answers for answers with drafts."""
     coordinator, _, draft = connect(engine, patience_s=0.1)
-    draft.away = True
+    draft.offline = True
     with Replay(coordinator) as replay, pytest.raises(Unavailable, match="no draft server answers"):
         replay.answer(PROMPT, GenerationSettings(24, 0.0))
     coordinator.backend.falls_back = False
@@ -153,27 +153,27 @@ def test_where_drafts_are_measured_a_failure_is_an_error(engine, connect):
         coordinator.generate(PROMPT, **SETTINGS)
 
 
-def test_the_controller_learns_nothing_from_failures(engine, connect, monkeypatch):
+def test_the_controller_ignores_failures(engine, connect, monkeypatch):
     coordinator, _, draft = connect(engine)
-    told: list[object] = []
-    monkeypatch.setattr(coordinator.controller, "note", lambda *_, **__: told.append(_))
+    notes: list[object] = []
+    monkeypatch.setattr(coordinator.controller, "note", lambda *_, **__: notes.append(_))
     for fault in ("refused", "refused"):
         draft.faults.append(fault)
         assert coordinator.generate(PROMPT, **SETTINGS, adaptive=True).fallback
-    assert not told
+    assert not notes
 
 
 def test_without_a_target_there_is_an_error_and_not_for_lack_of_a_judge(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.1)
-    target.away = True
+    target.offline = True
     with pytest.raises(Unavailable, match="no target server answers"):
         coordinator.generate(PROMPT, **SETTINGS)
 
 
-def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
+def test_over_http_a_failed_draft_is_counted_and_reported(engine, connect, capfd):
     coordinator, _, draft = connect(engine, patience_s=LONG_S)
     with running(LoopRunner(coordinator), engine) as served:
-        draft.away = True
+        draft.offline = True
         answer = served.chat(PROMPT, max_tokens=24, parse={"threshold": 0.0})
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["parse"]["fallback"] == "no_draft"
@@ -187,11 +187,11 @@ def test_over_http_a_failed_draft_is_counted_and_told(engine, connect, capfd):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.slow
-def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream):
+def test_over_http_an_offline_target_is_503_at_once(engine, connect, stream):
     coordinator: ParseEngine
     coordinator, (target,), _ = connect(engine, patience_s=LONG_S)
     with running(LoopRunner(coordinator), engine) as served:
-        target.away = True
+        target.offline = True
         begun = time.monotonic()
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda _: served.chat(PROMPT, max_tokens=8, stream=stream), range(4)))
@@ -204,7 +204,7 @@ def test_over_http_a_target_that_is_gone_is_503_at_once(engine, connect, stream)
             assert answers[0].json()["error"]["code"] == "target_unavailable"
         assert not any("127.0.0.1" in answer.text for answer in answers), "where servers are is no client's business"
         assert served.becomes_idle(5)
-        target.away = False
+        target.offline = False
         assert soon_well(served, coordinator)
         assert served.chat(PROMPT, max_tokens=8).status_code == 200
 

@@ -33,7 +33,7 @@ async def read(local: InProcessDraft, ids, max_tokens=50, sampling=GREEDY, end_i
     return [token async for piece in pieces for token in piece]
 
 
-def test_more_drafts_than_rows_are_what_each_is_alone(engine, draft):
+def test_more_drafts_than_rows_equal_single_drafts(engine, draft):
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(read(draft, ids) for ids in IDS))
 
@@ -53,7 +53,7 @@ def test_a_draft_ends_with_the_tokens_and_the_budget_of_its_request(draft):
     assert asyncio.run(read(draft, IDS[0], max_tokens=7)) == whole[:7]
 
 
-def test_a_few_free_seats_wait_for_the_next_draft(engine, monkeypatch):
+def test_a_few_free_slots_wait_for_the_next_draft(engine, monkeypatch):
     """Taking them away copies the keys and values of all others."""
     local, shares, shrunk = InProcessDraft(engine.draft, rows=8), [], []
     step, compact = Batch.step, Batch.compact
@@ -77,7 +77,7 @@ def test_sampled_drafts_follow_their_seed(draft):
     assert len(set(texts)) == 4
 
 
-def test_a_draft_that_nobody_wants_leaves(draft):
+def test_a_cancelled_draft_leaves_the_batch(draft):
     async def look_at_the_first_piece() -> None:
         pieces = draft.written(IDS[0], 10_000, server_settings(Sampling(), set()))
         await anext(pieces)
@@ -91,7 +91,7 @@ def test_a_draft_that_nobody_wants_leaves(draft):
 
 
 @pytest.mark.parametrize("step", ["prefill", "_next"])
-def test_a_failure_is_told_and_the_next_draft_is_written(draft, monkeypatch, step):
+def test_a_failure_is_reported_and_the_next_draft_is_written(draft, monkeypatch, step):
     wanted = asyncio.run(read(draft, IDS[0]))
     with monkeypatch.context() as patch:
 

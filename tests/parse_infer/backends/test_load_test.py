@@ -26,7 +26,7 @@ class Problem:
 
 
 @pytest.mark.slow
-def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again(engine, connect, tmp_path):
+def test_every_mode_is_measured_at_every_load_and_only_once(engine, connect, tmp_path):
     coordinator, (target,), _ = connect(engine)
     connected: list[tuple[bool, dict[str, object]]] = []
 
@@ -72,13 +72,13 @@ def test_every_way_answers_at_every_load_and_a_second_run_measures_nothing_again
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.slow
-def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, together):
+def test_modes_alternate_and_the_spread_is_reported(engine, connect, tmp_path, together):
     coordinator, _, _ = connect(engine)
     happened: list[str] = []
 
     class Connection:
         def __init__(self, stock: bool, options: dict[str, object]) -> None:
-            self.name = "plain" if stock else "guessing"
+            self.name = "plain" if stock else "drafting"
 
         def __enter__(self):
             happened.append(f"{self.name} up")
@@ -103,18 +103,18 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
     results = run(2)
     first, second = "2 clients, turn 1 of 2", "2 clients, turn 2 of 2"
     plain = [f"vLLM, target alone, {first}", f"vLLM, target alone, {second}"]
-    guessing = [f"PARSE, {first}", f"PARSE, {second}"]
+    drafting = [f"PARSE, {first}", f"PARSE, {second}"]
     if together:
         assert happened == [
-            "plain up", plain[0], "guessing up", *guessing, plain[1], "guessing down", "plain down"
+            "plain up", plain[0], "drafting up", *drafting, plain[1], "drafting down", "plain down"
         ]  # fmt: skip
     else:
-        assert happened == ["plain up", *plain, "plain down", "guessing up", *guessing, "guessing down"]
+        assert happened == ["plain up", *plain, "plain down", "drafting up", *drafting, "drafting down"]
     target, parse = results["cells"]
     assert parse["answers"] == 8 and parse["accuracy"] == 0.25
     low, high = parse["speedup_range"]
     assert low <= parse["speedup"] <= high and target["speedup_range"] == [1, 1]
-    assert parse["accuracy_ci"][0] < 0.1 < 0.6 < parse["accuracy_ci"][1], "asked twice, the problems are still four"
+    assert parse["accuracy_ci"][0] < 0.1 < 0.6 < parse["accuracy_ci"][1], "two runs are still four problems"
     happened.clear()
     assert len(run(3)["cells"]) == 2, "more turns go on where the others ended"
     assert [line for line in happened if "turn" in line] == [
@@ -131,9 +131,9 @@ def test_ways_take_turns_and_the_spread_is_told(engine, connect, tmp_path, toget
     assert f"[{min(ratios):.2f}, {max(ratios):.2f}]" in (tmp_path / "clients.md").read_text()
 
 
-def test_answers_without_a_draft_are_not_taken_for_answers_with_one(engine, connect, tmp_path):
+def test_the_controller_counts_answers_without_a_draft_apart(engine, connect, tmp_path):
     coordinator, _, draft = connect(engine, patience_s=0.1)
-    draft.away = True
+    draft.offline = True
     with pytest.raises(Unavailable, match="no draft server answers"):
         run_clients(
             lambda *_: nullcontext(coordinator),

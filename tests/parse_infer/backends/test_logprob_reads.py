@@ -50,10 +50,10 @@ def test_a_rejected_token_is_corrected_without_a_request(make_engine, connect):
     engine = make_engine()
     coordinator, targets, _ = connect(engine)
     found = coordinator.generate(PROMPT, max_new_tokens=N, threshold=0.3)
-    asked = [body for body in targets[0].bodies if not body.get("prompt_logprobs")]
+    requests = [body for body in targets[0].bodies if not body.get("prompt_logprobs")]
     corrected = sum(span.source == "target" for span in found.spans)
     assert corrected > 2, found.spans
-    assert not asked
+    assert not requests
     assert found.stats.target_forwards == len(targets[0].bodies)
 
 
@@ -213,7 +213,7 @@ def test_cached_reads_that_stop_working_cost_one_read(make_engine, connect, faul
     assert sum("token_ids" in body for body in target.bodies) == 2, "the first fills the cache"
 
 
-def test_cached_reads_are_compared_behind_the_end_of_a_block(make_engine, connect):
+def test_cached_reads_are_compared_after_the_end_of_a_block(make_engine, connect):
     """Where a draft's first token is the first that the server computes, and with a context that no cache holds."""
     coordinator, (target,), _ = connect(make_engine(), cache_block=128)
     contexts = []

@@ -45,7 +45,7 @@ def canned(relaying):
     return served, answer, targets[0].received
 
 
-def asked(targets) -> list[dict]:
+def sent_bodies(targets) -> list[dict]:
     return [body for target in targets for body in target.bodies]
 
 
@@ -53,7 +53,7 @@ def send(served, path: str, content: bytes) -> httpx.Response:
     return httpx.post(served.url + path, content=content, headers=KIND, timeout=60)
 
 
-def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
+def test_a_tool_call_passes_through_and_is_marked(relaying):
     served, targets = relaying
     with served.client as client:
         raw = client.chat.completions.with_raw_response.create(
@@ -69,7 +69,7 @@ def test_a_call_of_a_tool_is_the_targets_own_and_says_so(relaying):
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.arguments == '{"n": 5}'
     assert choice.message.reasoning == "by weight"
     assert raw.headers["x-parse-because"] == "tools" and answer.usage.completion_tokens == 6
-    (body,) = asked(targets)
+    (body,) = sent_bodies(targets)
     own = {"model": targets[0].names[0], "messages": USER, "tools": TOOLS, "tool_choice": "required", "user": "me"}
     assert body == own, "all of the request but PARSE's own field"
     assert "parse_answers_relayed_total 1.0" in served.metrics
@@ -187,7 +187,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error(canned, cut):
     assert served.becomes_idle(5)
 
 
-def test_a_body_that_breaks_off_is_asked_for_again(canned):
+def test_an_incomplete_response_is_retried(canned):
     served, answer, received = canned
     answer(200, {**KIND, "Content-Length": "100"}, b'{"choi', None)
     failed = served.chat(tools=TOOLS)
@@ -206,7 +206,7 @@ def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
         assert served.becomes_idle(5)
 
 
-def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, connect, monkeypatch):
+def test_a_client_that_stops_reading_loses_its_place_and_its_connection(engine, connect, monkeypatch):
     monkeypatch.setattr(passthrough, "LAST_WRITE_S", 0.1)
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: " + b"x" * (1 << 20) + b"\n\n"] * 64
@@ -224,7 +224,7 @@ def test_a_client_that_stops_reading_loses_its_seat_and_its_connection(engine, c
             assert not served.server.server_state.connections
 
 
-def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relaying, capfd):
+def test_a_key_that_the_target_server_refuses_is_a_502(relaying, capfd):
     served, targets = relaying
     for target in targets:
         target.key = "another"
@@ -235,12 +235,12 @@ def test_a_key_that_the_targets_server_refuses_is_no_mistake_of_the_client(relay
     assert "no answer: the target's server rejects a request (401)" in capfd.readouterr().err
 
 
-def test_another_server_is_asked_where_one_fails(relaying):
+def test_a_request_to_a_failed_server_is_retried_on_another(relaying):
     served, targets = relaying
     for target in targets:
         target.faults.append("500")
     assert served.chat(tools=TOOLS).status_code == 200
-    assert len(asked(targets)) == 3
+    assert len(sent_bodies(targets)) == 3
 
 
 def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
@@ -258,7 +258,7 @@ def test_servers_that_fail_again_and_again_are_503(relaying, capfd):
 def test_passed_answers_are_logged_and_count_with_n(relaying, capfd):
     served, targets = relaying
     with running(served.runner, served.engine) as server:
-        assert server.chat(tools=TOOLS, n=3).status_code == 200 and asked(targets)[0]["n"] == 3
+        assert server.chat(tools=TOOLS, n=3).status_code == 200 and sent_bodies(targets)[0]["n"] == 3
         assert "parse_answers_relayed_total 3.0" in server.metrics
         assert server.chat(tools=TOOLS, n=10**9).status_code == 400, "more seats than there are"
     line = next(json.loads(line) for line in capfd.readouterr().err.splitlines() if '"answered"' in line)
@@ -268,18 +268,18 @@ def test_passed_answers_are_logged_and_count_with_n(relaying, capfd):
 def test_what_no_server_can_answer_is_refused_in_one_sentence(canned):
     served, _, received = canned
     deep = "[" * 900 + "]" * 900
-    for body, told in (
+    for body, message in (
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [1], "model": 3}', "model"),
         (f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": {deep}}}', "nested too deeply"),
         ('{"messages": [{"role": "user", "content": "x"}], "temperature": 9}', "temperature"),
     ):
         response = send(served, CHAT, body.encode())
         assert response.status_code in (200, 400), response.text
-        assert response.status_code == 200 or told in response.json()["error"]["message"]
+        assert response.status_code == 200 or message in response.json()["error"]["message"]
     assert len(received) <= 1
 
 
-def test_our_own_replies_are_history(relaying):
+def test_own_replies_are_accepted_as_history(relaying):
     """Also those with reasoning only, whose content is null; the draft and target then answer together."""
     served, _ = relaying
     own = served.chat(max_tokens=4).json()["choices"][0]["message"]
@@ -296,7 +296,9 @@ def test_neutral_values_are_answered_here(relaying):
     neutral |= {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "reasoning_effort": None}
     response = served.chat(max_tokens=4, **neutral)
     assert response.status_code == 200 and "x-parse-because" not in response.headers
-    assert response.json()["choices"][0]["parse"]["spans"] and all("tools" not in body for body in asked(targets))
+    assert response.json()["choices"][0]["parse"]["spans"] and all(
+        "tools" not in body for body in sent_bodies(targets)
+    )
 
 
 def test_a_client_gets_the_servers_message(relaying):

@@ -26,7 +26,7 @@ SETTINGS = CalibrationSettings(risks=(0.5, 0.9), loss="disagreement", max_new_to
 
 @pytest.mark.slow
 def test_replayed_answers_are_the_coordinators(make_engine, connect):
-    """And nothing is asked twice."""
+    """Each request is sent once."""
     engine = make_engine(noise=0.15)
     coordinator, (target,), draft = connect(engine)
     for prompt in PROMPTS[:2]:
@@ -48,7 +48,7 @@ def test_replayed_answers_are_the_coordinators(make_engine, connect):
             assert not target.bodies and not draft.bodies
 
 
-def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
+def test_the_next_problem_does_not_reuse_the_prefix_cache(engine, connect):
     coordinator, (target,), _ = connect(engine)
     for n in (1, 2):
         coordinator.clear_caches()
@@ -57,9 +57,7 @@ def test_what_one_problem_has_read_is_not_there_for_the_next(engine, connect):
 
 
 @pytest.mark.slow
-def test_a_calibration_over_servers_is_kept_by_them_and_by_nobody_else(
-    make_engine, connect, tmp_path: Path, monkeypatch
-):
+def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(measure, "THRESHOLDS", (*measure.THRESHOLDS[:-1:4], measure.THRESHOLDS[-1]))
     engine = make_engine(noise=0.15)
     coordinator, (_target,), _ = connect(engine)

@@ -11,15 +11,15 @@ from tests.parse_infer.language_models import language_model, word_tokenizer
 SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
 
 
-def test_a_server_that_was_away_at_the_start_is_examined_like_the_others(engine, connect, make_model):
+def test_a_server_that_was_offline_at_the_start_is_examined(engine, connect, make_model):
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers = coordinator.backend.servers["target"]
-    targets[0].away = True
+    targets[0].offline = True
     coordinator.backend.run(coordinator.backend.handshake())
     assert [server.healthy for server in servers.members] == [False, True]
     words = word_tokenizer()
     own, targets[0].lm = targets[0].lm, language_model(make_model("llama", seed=15, vocab_size=300), words, "target")
-    targets[0].away = False
+    targets[0].offline = False
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     assert soon(coordinator, lambda: "has other tokens than" in servers.members[0].last_error)
     assert not servers.members[0].healthy
@@ -37,7 +37,7 @@ def test_a_server_that_was_away_at_the_start_is_examined_like_the_others(engine,
     ],
 )
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_server_with_another_model_is_out(engine, connect, quick_checks, monkeypatch, change, said, role):
+def test_a_server_with_another_model_is_unused(engine, connect, quick_checks, monkeypatch, change, said, role):
     coordinator, (target,), draft = connect(engine)
     coordinator.generate(PROMPT, **SETTINGS)
     server = target if role == "target" else draft

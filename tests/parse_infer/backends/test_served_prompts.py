@@ -1,4 +1,4 @@
-"""Servers behind the HTTP server: nothing of a request stops the event loop that all requests share."""
+"""HTTP over servers: no request blocks the event loop that all requests share."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_draft_of_the_clients_is_read_by_another_thread(engine, connect, monke
     assert threads and all(name.startswith("parse-tokenizer") for name in threads), threads
 
 
-def test_a_slow_template_stops_nobody_else_and_has_the_requests_time(engine, connect, monkeypatch):
+def test_a_slow_template_delays_no_other_request_and_has_the_time_limit(engine, connect, monkeypatch):
     begun, end, apply = threading.Event(), threading.Event(), engine.target.tokenizer.apply_chat_template
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -94,11 +94,11 @@ def test_a_slow_template_stops_nobody_else_and_has_the_requests_time(engine, con
     monkeypatch.setattr(engine.target.tokenizer, "apply_chat_template", slow, raising=False)
     backend = LoopRunner(coordinator)
     with running(backend, engine, Limits(request_s=1.0)) as served, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(served.chat, PROMPT, max_tokens=4, stream=stream) for stream in (False, True)]
-        asked.append(pool.submit(served.post, "/tokenize", {"messages": [{"role": "user", "content": "a"}]}))
+        pending = [pool.submit(served.chat, PROMPT, max_tokens=4, stream=stream) for stream in (False, True)]
+        pending.append(pool.submit(served.post, "/tokenize", {"messages": [{"role": "user", "content": "a"}]}))
         assert begun.wait(30)
         assert httpx.get(f"{served.url}/health").status_code == 200  # while the template is at work
-        assert [answer.result().status_code for answer in asked] == [504] * 3 and not end.is_set()
+        assert [answer.result().status_code for answer in pending] == [504] * 3 and not end.is_set()
         assert not targets[0].bodies
         end.set()
         assert served.chat(PROMPT, max_tokens=4).status_code == 200

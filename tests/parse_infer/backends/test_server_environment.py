@@ -63,7 +63,7 @@ def test_servers_run_vllm_serve_where_that_command_starts(installed, monkeypatch
 
 
 @pytest.mark.skipif(shutil.which("nice") is None, reason="there is no `nice` here")
-def test_a_draft_server_stands_back_for_the_target_on_a_cpu(monkeypatch):
+def test_a_draft_server_on_a_cpu_has_a_lower_priority(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert list(command("draft", {}))[:3] == ["nice", "-n", "5"]
     assert "nice" not in command("target", {})
@@ -71,7 +71,7 @@ def test_a_draft_server_stands_back_for_the_target_on_a_cpu(monkeypatch):
     assert "nice" not in command("draft", {})
 
 
-def test_servers_that_are_started_want_the_key_that_they_are_sent(monkeypatch):
+def test_started_servers_require_the_given_key(monkeypatch):
     given = {}
 
     class FakeSupervisor:

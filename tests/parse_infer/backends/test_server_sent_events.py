@@ -27,7 +27,7 @@ def decoded(stream: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("before", [b"", b": ping|", b"event: message|", b"id: 1|", b"retry: 5|:|id: 2|event: x|"])
 @pytest.mark.parametrize("last", [b"||", b"|", b""])
-def test_every_way_to_write_and_to_cut_a_stream_has_the_same_data(line_end, before, last):
+def test_line_ends_and_chunk_sizes_do_not_change_the_data(line_end, before, last):
     stream = b": hello||" + b"||".join(before + b"data: " + data for data in DATA) + b"||" + before + b"data: [DONE]"
     stream = (stream + last).replace(b"|", line_end)
     for size in (1, 2, 3, 7, len(stream)):
@@ -79,7 +79,7 @@ def read(stream: bytes) -> list[object]:
 
 
 @pytest.mark.parametrize("body", ["[" * 100_000, '{"error": []}', '{"error": {}}', "[1]", "", "<html>"])
-def test_an_odd_error_is_an_error_of_the_server(body):
+def test_a_malformed_error_is_an_error_of_the_server(body):
     async def respond(request: web.Request) -> web.Response:
         return web.Response(status=400, text=body)
 

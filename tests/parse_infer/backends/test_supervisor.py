@@ -48,10 +48,10 @@ def workers(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_left(tmp_path):
-    told: list[str] = []
+def test_a_dead_server_restarts_at_its_address_and_stop_ends_all_processes(tmp_path):
+    progress: list[str] = []
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
-    servers = Supervisor([("target", command, {}), ("draft", command, {})], told.append, tmp_path / "logs")
+    servers = Supervisor([("target", command, {}), ("draft", command, {})], progress.append, tmp_path / "logs")
     servers.start()
     (process, _), urls = servers.members, servers.urls("target")
     assert len(workers(tmp_path / "pids")) == 2
@@ -59,7 +59,7 @@ def test_a_server_that_dies_comes_back_at_its_address_and_in_the_end_nothing_is_
     killed = process.guard.pid
     os.killpg(killed, signal.SIGKILL)
     assert soon(lambda: process.guard.pid != killed and process.answers())
-    assert servers.urls("target") == urls and told[-1] == "the target server died; restarting it"
+    assert servers.urls("target") == urls and progress[-1] == "the target server died; restarting it"
     assert servers.failure() is None
     servers.stop()
     assert len(workers(tmp_path / "pids")) == 3
@@ -82,7 +82,7 @@ time.sleep(600)
     assert soon(lambda: not any(map(running, workers(tmp_path / "pids"))))
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path):
+def test_a_server_that_does_not_start_is_reported_with_its_log(tmp_path):
     fails = [sys.executable, "-c", "raise MemoryError('no room for the cache')"]
     lasts = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
     servers = Supervisor([("draft", lasts, {}), ("target", fails, {})], logs=tmp_path / "logs")

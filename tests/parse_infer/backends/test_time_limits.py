@@ -97,7 +97,7 @@ def test_a_health_watcher_survives_every_error(engine, connect, quick_checks, er
 
 
 @pytest.mark.parametrize("card", [{"max_model_len": float("inf")}, {"max_model_len": [[]]}, {"root": {"a": []}}])
-def test_an_odd_model_card_ends_no_watcher(engine, connect, quick_checks, card):
+def test_a_malformed_model_card_ends_no_health_check(engine, connect, quick_checks, card):
     coordinator, (target,), _ = connect(engine)
     (server,) = coordinator.backend._target.servers.members
     coordinator.generate_target(PROMPT, max_new_tokens=4)

@@ -37,7 +37,7 @@ def page(browser: Any, served: Any) -> Iterator[Any]:
     assert not complaints
 
 
-def asked(page: Any, prompt: str, tokens: int, threshold: float) -> None:
+def submit(page: Any, prompt: str, tokens: int, threshold: float) -> None:
     page.fill("#prompt", prompt)
     page.fill("#tokens", str(tokens))
     page.evaluate("t => { const s = document.getElementById('threshold'); s.value = t; "
@@ -55,10 +55,10 @@ def text_of(page: Any, *kinds: str) -> str:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.01])
-def test_who_wrote_what_is_shown_in_colours(page, served, threshold):
+def test_the_page_colours_text_by_author(page, served, threshold):
     prompt = "<b>Tom</b> has 5 apples."
     own = served.engine.generate(prompt, max_new_tokens=32, threshold=threshold)
-    asked(page, prompt, 32, threshold)
+    submit(page, prompt, 32, threshold)
     page.locator("#target-speed", has_text="tokens/s").wait_for(timeout=PATIENCE)
     assert text_of(page, "accepted", "target") == own.text
     assert bool(text_of(page, "rejected")) == (own.stats.accepted_tokens < own.stats.draft_tokens)
@@ -84,7 +84,7 @@ def test_a_threshold_is_sent_once_its_slider_was_moved(page):
     page.route("**/v1/chat/completions", answer)
     page.click("#ask")
     page.locator("#ask:enabled").wait_for(timeout=PATIENCE)
-    asked(page, "x", 8, 0.5)
+    submit(page, "x", 8, 0.5)
     page.locator("#ask:enabled").wait_for(timeout=PATIENCE)
     assert [parse for parse in sent if "mode" not in parse] == [{"events": True}, {"threshold": 0.5, "events": True}]
 
@@ -95,14 +95,14 @@ def test_markup_in_an_answer_stays_text(page, served):
     stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
     answer = {"content_type": "text/event-stream", "body": stream}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
-    asked(page, "x", 8, 0.5)
+    submit(page, "x", 8, 0.5)
     page.locator("#target-answer span").first.wait_for(timeout=PATIENCE)
     assert page.text_content("#target-answer") == evil
     assert page.locator("pre img, pre script").count() == 0
 
 
 def test_stop_ends_the_work(page, served):
-    asked(page, "x", 1500, 1.01)
+    submit(page, "x", 1500, 1.01)
     page.locator("#parse-answer span").first.wait_for(timeout=PATIENCE)
     page.click("#end")
     page.locator("#ask:enabled").wait_for(timeout=PATIENCE)

@@ -330,15 +330,18 @@ def test_parse_options_are_the_engines(served):
         ({"mode": "target"}, served.engine.generate_target(PROMPTS[4], max_new_tokens=24)),
     ]:
         answer = served.chat(PROMPTS[4], max_tokens=24, parse=parse).json()
-        told = answer["choices"][0]["parse"]
+        statistics = answer["choices"][0]["parse"]
         assert answer["choices"][0]["message"]["content"] == own.text
         spans = [(s.text, s.source, s.n_tokens, s.validity) for s in own.spans]
-        assert [tuple(span.values()) for span in told["spans"]] == [
+        assert [tuple(span.values()) for span in statistics["spans"]] == [
             (text, source, n, pytest.approx(validity)) for text, source, n, validity in spans
         ]
-        assert told["accepted_tokens"] == own.stats.accepted_tokens and told["kept"] == own.stats.acceptance_rate
+        assert (
+            statistics["accepted_tokens"] == own.stats.accepted_tokens
+            and statistics["kept"] == own.stats.acceptance_rate
+        )
         assert answer["usage"]["completion_tokens"] == len(own.token_ids)
-        assert set(told["timings"]) > {"draft_s", "verify_s", "resume_s", "total_s"}
+        assert set(statistics["timings"]) > {"draft_s", "verify_s", "resume_s", "total_s"}
         ChatCompletion.model_validate(answer)  # what the OpenAPI schema promises
     predicted = served.chat(PROMPTS[4], max_tokens=24, prediction={"type": "content", "content": draft}).json()
     own = generate(draft_text=draft)
@@ -349,7 +352,7 @@ def test_parse_options_are_the_engines(served):
     }
 
 
-def test_a_promise_made_for_other_models_is_found_before_anybody_asks(make_engine):
+def test_a_promise_for_other_models_is_refused_at_the_start(make_engine):
     engine = make_engine()
     other = calibrated(engine)
     other = replace(other, models={**other.models, "dtype": "bfloat16"})
@@ -370,7 +373,7 @@ def test_an_empty_draft_is_no_draft():
         assert choice.drafted is drafted
 
 
-def test_metrics_tell_what_adaptive_requests_got(make_engine, monkeypatch):
+def test_metrics_count_the_decisions_of_adaptive_requests(make_engine, monkeypatch):
     monkeypatch.setattr(adaptive, "CLEAR_SPEEDUP", math.inf)  # else the pace on this machine decides
     with running(ThreadRunner(make_engine()), make_engine()) as server:
         for n in range(2 * MIN_SAMPLES):  # as long as nothing is known, both are tried
@@ -378,11 +381,11 @@ def test_metrics_tell_what_adaptive_requests_got(make_engine, monkeypatch):
         server.chat(PROMPTS[0], max_tokens=8)
         for decided in ({"mode": "target"}, {"draft_text": "4"}):  # there is nothing to decide
             server.chat(PROMPTS[0], max_tokens=8, parse=decided)
-        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
-    assert dict(told) == {"draft": str(float(MIN_SAMPLES)), "alone": str(float(MIN_SAMPLES))}
+        decisions = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(decisions) == {"draft": str(float(MIN_SAMPLES)), "alone": str(float(MIN_SAMPLES))}
 
 
-def test_a_server_decides_for_requests_that_do_not_say(make_engine):
+def test_the_server_sets_the_default_of_adaptive(make_engine):
     with running(ThreadRunner(make_engine()), make_engine(), adaptive=True) as server:
         for fields in (
             {},
@@ -391,28 +394,32 @@ def test_a_server_decides_for_requests_that_do_not_say(make_engine):
             {"parse": {"mode": "target"}},
         ):
             assert server.chat(PROMPTS[0], max_tokens=8, **fields).status_code == 200
-        told = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
-    assert dict(told) == {"draft": "2.0"}, "the other two have said it"
+        decisions = re.findall(r'^parse_decisions_total\{decision="(\w+)"\} (\S+)$', server.metrics, re.MULTILINE)
+    assert dict(decisions) == {"draft": "2.0"}, "the other two set adaptive themselves"
 
 
-def test_events_tell_what_is_drafted_and_dropped_as_it_happens(served):
+def test_events_carry_drafts_and_rejections_as_they_happen(served):
     parse = {"events": True, "block_tokens": 8, "threshold": 1.0}  # which no validity reaches
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "stream": True, "max_tokens": 32, "parse": parse}
-    told, text, busy = [], "", []
+    events, text, busy = [], "", []
     with httpx.stream("POST", served.url + "/v1/chat/completions", json=body, timeout=60) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line[6:])["choices"]
                 if "event" in choice.get("parse", {}):
-                    told.append(choice["parse"])
+                    events.append(choice["parse"])
                     busy.append(served.queue.answers)
                 text += choice["delta"].get("content", "")
         assert line == "" or line == "data: [DONE]"
-    assert [event["event"] for event in told[:3]] == ["drafted", "verified", "accepted"]
-    assert told[2]["text"] + told[2]["rejected"] == told[0]["text"] == "".join(s["text"] for s in told[1]["segments"])
-    assert max(event["round"] for event in told) > 1 and busy[0] == 1
-    assert "".join(event["text"] for event in told if event["event"] in ("accepted", "resumed")) == text
+    assert [event["event"] for event in events[:3]] == ["drafted", "verified", "accepted"]
+    assert (
+        events[2]["text"] + events[2]["rejected"]
+        == events[0]["text"]
+        == "".join(s["text"] for s in events[1]["segments"])
+    )
+    assert max(event["round"] for event in events) > 1 and busy[0] == 1
+    assert "".join(event["text"] for event in events if event["event"] in ("accepted", "resumed")) == text
     assert text == served.engine.generate(PROMPTS[0], max_new_tokens=32, threshold=1.0, block_tokens=8).text
 
 
@@ -437,7 +444,7 @@ def test_completions_continue_text_and_tokens_as_they_stand(served):
     assert answer["usage"]["prompt_tokens"] == len(ids) + 8 and answer["usage"]["completion_tokens"] == 64
 
 
-def test_tokens_and_models_are_told(served):
+def test_tokenize_and_the_model_list(served):
     with served.client as client:
         assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     tokens = served.post("/tokenize", {"prompt": "3 apples", "add_special_tokens": False}).json()

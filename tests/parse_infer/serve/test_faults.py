@@ -132,12 +132,12 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "told"), BAD_BODIES + BAD_FIELDS)
-def test_a_bad_request_is_told_what_is_wrong(served, path, body, told):
+@pytest.mark.parametrize(("path", "body", "message"), BAD_BODIES + BAD_FIELDS)
+def test_the_response_to_a_bad_request_states_the_mistake(served, path, body, message):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.post(served.url + path, content=raw, headers={"Content-Type": "application/json"}, timeout=60)
     assert response.status_code == 400, response.text
-    assert told in error_of(response)["message"]
+    assert message in error_of(response)["message"]
     assert error_of(response)["type"] == "invalid_request_error"
 
 
@@ -167,7 +167,7 @@ def test_fields_without_influence_are_ignored(served):
     assert plain == other
 
 
-def test_only_who_has_the_key_is_answered(served):
+def test_a_request_without_the_key_is_refused(served):
     with running(served.runner, served.engine, api_key="s3cret") as guarded:
         for headers in (
             {},
@@ -193,7 +193,7 @@ def left(url: str, stream: bool) -> None:
         pass
 
 
-def test_who_leaves_frees_the_work(served):
+def test_a_disconnected_client_frees_the_engine(served):
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda i: left(served.url, stream=i % 3 == 0), range(24)))
     assert served.becomes_idle(5)  # the whole work would take a minute
@@ -208,7 +208,7 @@ def test_work_ends_within_a_draft_too(served):
 
 
 @pytest.mark.slow
-def test_a_full_queue_says_when_to_come_back(served, monkeypatch):
+def test_a_full_queue_sends_retry_after(served, monkeypatch):
     async def render(*_: Any) -> Any:
         raise AssertionError("what is not admitted is not rendered")
 
@@ -241,7 +241,7 @@ SECRET = "what somebody wrote"
 
 
 class Breaking:
-    """A drafter that fails when it is asked for the n-th draft of an answer."""
+    """A drafter that fails at the n-th draft of an answer."""
 
     forwards = 0
 
@@ -267,7 +267,7 @@ def logged(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def test_the_log_tells_where_a_request_failed_and_no_text(make_engine, capfd, monkeypatch):
+def test_the_log_names_the_place_of_a_failure_and_quotes_no_text(make_engine, capfd, monkeypatch):
     async def decode(ids: Any) -> str:
         raise RuntimeError(SECRET)
 
@@ -304,7 +304,7 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
     assert sorted(modes[3:]) == [(1, "draft", True)] * MIN_SAMPLES + [(1, "target", True)] * MIN_SAMPLES
 
 
-def test_a_request_that_fails_takes_no_other_with_it(make_engine):
+def test_a_failed_request_ends_no_other(make_engine):
     back = {"parse": {"block_tokens": 8, "threshold": 0}, "max_tokens": 40}
     with running(ThreadRunner(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
         with ThreadPoolExecutor(4) as pool:
@@ -320,7 +320,7 @@ def test_a_request_that_fails_takes_no_other_with_it(make_engine):
         assert re.search(r'"content":"[^"]', stream.text)
 
 
-def test_the_end_waits_for_what_was_accepted(make_engine):
+def test_shutdown_waits_for_accepted_requests(make_engine):
     with (
         running(ThreadRunner(make_engine()), make_engine(), Limits(grace_s=30)) as server,
         ThreadPoolExecutor(3) as pool,
@@ -332,7 +332,7 @@ def test_the_end_waits_for_what_was_accepted(make_engine):
         assert [answer.result().status_code for answer in taken] == [200, 200, 200]
 
 
-def test_what_is_left_after_the_time_of_grace_gets_an_error(make_engine):
+def test_answers_unfinished_after_the_grace_period_get_an_error(make_engine):
     with (
         running(ThreadRunner(make_engine()), make_engine(), Limits(grace_s=0.2)) as server,
         ThreadPoolExecutor(3) as pool,
@@ -358,7 +358,7 @@ def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_signal_under_load(folders):
-    """The command itself: ready, asked, told to stop, gone within its time of grace."""
+    """The command starts, answers, gets a signal, and ends within its grace period."""
     arguments = ["serve", *folders, "--port", "0", "--grace", "1", "--served-model-name", "tiny", "--device", "cpu"]
     arguments += ["--strict", "--no-generation-config"]
     process = subprocess.Popen(
@@ -417,7 +417,7 @@ def test_a_signal_ends_the_server_and_not_its_caller(served):
     assert not raised
 
 
-def test_a_port_in_use_is_said_before_any_model_loads(capsys):
+def test_a_port_in_use_is_reported_before_any_model_loads(capsys):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--target", "no/such", "--port", str(port)]) == 2
@@ -436,19 +436,19 @@ def test_logs_are_one_object_a_line():
 
 def test_metrics_count_what_was_answered(make_engine):
     with running(ThreadRunner(make_engine()), make_engine()) as server:
-        asked = [{"threshold": t, "block_tokens": "whole"} for t in (0, 1.01)]
-        answers = [server.chat(max_tokens=24, parse=parse).json() for parse in asked]
+        options = [{"threshold": t, "block_tokens": "whole"} for t in (0, 1.01)]
+        answers = [server.chat(max_tokens=24, parse=parse).json() for parse in options]
         text = httpx.get(server.url + "/metrics").text
-    told = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
+    metrics = {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
     spans = [span for answer in answers for span in answer["choices"][0]["parse"]["spans"]]
     for author in ("draft", "target"):
         own = sum(span["n_tokens"] for span in spans if span["source"] == author)
-        assert told.get(f'parse_tokens_total{{author="{author}"}}', 0) == own
-    assert told['parse_requests_total{path="/v1/chat/completions",status="200"}'] == 2
-    assert told["parse_verification_pass_seconds_count"] == told["parse_time_to_first_token_seconds_count"] == 2
-    assert told["parse_validity_count"] == 12  # a cut every 4 of 24 tokens, twice
-    assert told["parse_inter_token_seconds_count"] > 10
-    assert (told["parse_parallel"], told["parse_answers_running"], told["parse_answers_waiting"]) == (1, 0, 0)
+        assert metrics.get(f'parse_tokens_total{{author="{author}"}}', 0) == own
+    assert metrics['parse_requests_total{path="/v1/chat/completions",status="200"}'] == 2
+    assert metrics["parse_verification_pass_seconds_count"] == metrics["parse_time_to_first_token_seconds_count"] == 2
+    assert metrics["parse_validity_count"] == 12  # a cut every 4 of 24 tokens, twice
+    assert metrics["parse_inter_token_seconds_count"] > 10
+    assert (metrics["parse_parallel"], metrics["parse_answers_running"], metrics["parse_answers_waiting"]) == (1, 0, 0)
 
 
 def test_metrics_count_a_prompt_once_and_a_refusal_not_as_broken(make_engine):
@@ -459,7 +459,7 @@ def test_metrics_count_a_prompt_once_and_a_refusal_not_as_broken(make_engine):
         assert "parse_answers_broken_total 0.0" in server.metrics
 
 
-def test_nothing_listens_beyond_this_machine_unless_asked(capsys):
+def test_the_server_listens_on_the_loopback_interface_by_default(capsys):
     assert main(["serve", "--help"]) == 0
     assert re.search(r"--host.*\[default: 127\.0\.0\.1\]", " ".join(capsys.readouterr().out.split()))
     with listen("127.0.0.1", 0) as listening:

@@ -64,7 +64,7 @@ def test_sizes(prompt):
     assert size_of(prompt) == 6
 
 
-def test_tokenize_takes_little_text_and_a_seat(served, monkeypatch):
+def test_tokenize_takes_little_text_and_a_place(served, monkeypatch):
     monkeypatch.setattr(handlers, "LONGEST_TOKENIZED", 10)
     assert served.post("/tokenize", {"prompt": "x" * 10}).status_code == 200
     refused = served.post("/tokenize", {"prompt": "x" * 11})
@@ -149,7 +149,7 @@ def test_an_answer_in_progress_is_not_closed(hasty):
             time.sleep(0.5)
 
 
-def test_a_reader_that_stops_gets_the_reason_when_it_reads_on():
+def test_a_paused_reader_gets_the_error_when_it_resumes():
     sent, stopped, reads_on = [], asyncio.Event(), asyncio.Event()
 
     async def send(message):
@@ -203,7 +203,7 @@ def test_a_seed_of_minus_one_is_random(served):
         ),
     ],
 )
-def test_odd_fields_are_one_sentence(served, fields, message):
+def test_an_unusual_value_of_a_field_is_an_error_of_one_sentence(served, fields, message):
     refused = served.post(CHAT, {"messages": [USER], **fields})
     assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(message)
 

@@ -44,11 +44,11 @@ def test_a_query_names_no_other_file(served):
     """Anyone may ask for the page, without a key."""
     page = httpx.get(served.url + "/")
     for name in ("page.js", "/etc/hostname", "x"):
-        asked = httpx.get(served.url + "/", params={"name": name})
-        assert asked.status_code == 200 and asked.text == page.text
+        response = httpx.get(served.url + "/", params={"name": name})
+        assert response.status_code == 200 and response.text == page.text
 
 
-def test_the_script_asks_for_what_the_server_offers(served):
+def test_the_script_calls_existing_routes(served):
     script = httpx.get(served.url + "/page.js").text
     schema = httpx.get(served.url + "/openapi.json").json()
     for path in re.findall(r'fetch\("([^"]+)"', script):

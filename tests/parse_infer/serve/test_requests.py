@@ -1,4 +1,4 @@
-"""What chat clients and benchmark harnesses send, and what they are told in return."""
+"""What chat clients and benchmark harnesses send, and what they get in return."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_unknown_fields_are_ignored_with_a_warning(served):
     other = httpx.post(served.url + CHAT, content=raw, headers={"Content-Type": "application/json"}, timeout=60)
     assert plain.json()["choices"][0]["message"] == other.json()["choices"][0]["message"]
     assert "x-parse-warning" not in plain.headers
-    told = other.headers["x-parse-warning"]
-    assert "colour" in told and r"a[b\n" in told and r"\ud800\xe9" in told and told.isascii()
+    warning = other.headers["x-parse-warning"]
+    assert "colour" in warning and r"a[b\n" in warning and r"\ud800\xe9" in warning and warning.isascii()
     body = {"messages": [{**USER[0], "mood": "good"}], "max_tokens": 4, "stream": True, "stream_options": {"x": 1}}
     for response in (served.post(CHAT, body), served.post("/tokenize", {"messages": body["messages"], "y": 1})):
         assert response.status_code == 200 and "messages.0.mood" in response.headers["x-parse-warning"]
@@ -116,7 +116,7 @@ def test_where_an_answer_ends_is_the_engines(served, threshold):
         assert "".join(pieces) == text
 
 
-def test_what_clients_add_to_messages_reaches_the_template_or_is_ignored(sampling):
+def test_extra_fields_of_messages_reach_the_template_or_are_ignored(sampling):
     marked = {"type": "text", "text": PROMPTS[0], "cache_control": {"type": "ephemeral"}}
     history = [
         {"role": "user", "content": [marked], "cache_control": {"type": "ephemeral"}},
@@ -143,7 +143,7 @@ def test_what_clients_add_to_messages_reaches_the_template_or_is_ignored(samplin
         assert sampling.post("/tokenize", body).json()["tokens"] == ids
 
 
-def test_a_request_that_does_not_say_is_sampled_as_the_generation_config_asks(sampling):
+def test_the_generation_config_sets_the_default_sampling(sampling):
     def own(temperature: float = 0.7, top_p: float = 0.8, top_k: int = 20, **options: Any) -> str:
         how = Sampling(temperature, top_p, top_k, seed=4)
         settings = {"max_new_tokens": 24, "resume_sampling": how, "draft_sampling": how, **options}
@@ -163,7 +163,7 @@ def test_a_request_that_does_not_say_is_sampled_as_the_generation_config_asks(sa
         assert greedy.chat(PROMPTS[2], max_tokens=24).json()["choices"][0]["message"]["content"] == own(0.0)
 
 
-def test_usage_comes_with_each_chunk_where_it_is_asked_for(served):
+def test_continuous_usage_comes_with_each_chunk(served):
     body = {"messages": USER, "max_tokens": 24, "n": 2, "stream": True, "parse": {"threshold": 1.01}}
     often = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = chunks_of(served.post(CHAT, {**body, "stream_options": often}))
@@ -177,13 +177,13 @@ def test_usage_comes_with_each_chunk_where_it_is_asked_for(served):
         assert counts[0] == 0 and counts[-1] == 24 and counts == sorted(counts) and len(set(counts)) > 3, counts
     assert last["usage"]["completion_tokens"] == 48 and not last["choices"]
     for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": False}):
-        told = [chunk["usage"] for chunk in chunks_of(served.post(CHAT, {**body, "stream_options": options}))]
-        assert told[:-1] == [None] * (len(told) - 1) and told[-1]["completion_tokens"] == 48
+        usages = [chunk["usage"] for chunk in chunks_of(served.post(CHAT, {**body, "stream_options": options}))]
+        assert usages[:-1] == [None] * (len(usages) - 1) and usages[-1]["completion_tokens"] == 48
     for options in ({"continuous_usage_stats": True}, {}):
         assert all("usage" not in chunk for chunk in chunks_of(served.post(CHAT, {**body, "stream_options": options})))
 
 
-def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_engine):
+def test_a_request_without_a_promise_gets_a_warning(make_engine):
     engine = make_engine()
     with running(
         ThreadRunner(make_engine(calibration=calibrated(engine))), engine, risk_settings=RiskSettings(0.05)
@@ -204,8 +204,8 @@ def test_a_promise_that_does_not_cover_a_request_is_not_dropped_in_silence(make_
                 response = server.chat(**{"max_tokens": 24, "stream": stream, **fields})
                 assert reason in response.headers["x-parse-warning"], fields
                 last = chunks_of(response)[-1] if stream else response.json()
-                told = last["choices"][0]["parse"]
-                assert told["risk"] is None and reason in told["unpromised"]
+                statistics = last["choices"][0]["parse"]
+                assert statistics["risk"] is None and reason in statistics["unpromised"]
         switched = server.chat(max_tokens=24, parse={"risk": 0.05}, chat_template_kwargs={"think": True})
         assert switched.status_code == 400 and "omit it" in switched.json()["error"]["message"]
         alone = server.chat(max_tokens=24, parse={"mode": "target"})  # loses nothing against the target

@@ -10,7 +10,7 @@ from parse_infer.serve.choice_state import StopStrings
 
 
 def ended(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text as the engine leaves it: right behind the stop string that is complete first."""
+    """The text as the engine leaves it: right after the stop string that is complete first."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return (text[: min(ends)], True) if ends else (text, False)
 
