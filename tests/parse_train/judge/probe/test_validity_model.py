@@ -446,7 +446,7 @@ def test_the_state_is_adapter_and_head(make_model: Callable[..., PreTrainedModel
 
 def test_dropout_is_the_adapters_alone(make_model: Callable[..., PreTrainedModel], batch: dict[str, Tensor]) -> None:
     target = make_model("llama", attention_dropout=0.5)
-    validity = trained(target, lora_dropout=0.5).train()
+    validity = trained(target, dropout=0.5).train()
     first, second = (validity(batch["input_ids"], batch["visible"], batch["cuts"])["logits"] for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(validity.context_hidden(batch["input_ids"]), validity.context_hidden(batch["input_ids"]))
