@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.table import Table
 
-from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
 from parse_infer.engine import ParseEngine
@@ -185,7 +184,6 @@ def run_clients(
                         servers.close()
                         up.clear()
                     up[str(server)] = engine = servers.enter_context(connect(*server))
-                    assert isinstance(engine.backend, ServerBackend)
                     engine.backend.falls_back = False
                 engine = up[str(server)]
                 on_progress(f"{_label(mode)}, {n} clients" + (f", turn {turn + 1} of {turns}" if turns > 1 else ""))

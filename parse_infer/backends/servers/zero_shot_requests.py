@@ -1,4 +1,4 @@
-"""The zero-shot judge over any server with log-probabilities: one prompt per cut, with the question behind it."""
+"""The zero-shot judge over any server with log-probabilities: one prompt per cut, which ends with the question."""
 
 from __future__ import annotations
 
