@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
+
+if TYPE_CHECKING:
+    from wandb import Run
 
 RUN_ID = "wandb_run_id"  # file in the run's folder
 TRACKERS = ["none", "wandb"]
@@ -153,7 +156,7 @@ def runs() -> bool:
 def log_images(pictures: Mapping[str, bytes], step: int) -> None:
     """Log PNG images to the current run, if any."""
 
-    def log(run: Any) -> None:
+    def log(run: Run) -> None:
         import wandb
         from PIL import Image
 
@@ -166,7 +169,7 @@ def log_images(pictures: Mapping[str, bytes], step: int) -> None:
 def log_curve(name: str, columns: tuple[str, str, str, *tuple[str, ...]], rows: Sequence[tuple[Any, ...]]) -> None:
     """Log a chart of column 2 over column 1, with a line per value of column 3, and its table `{name}_table`."""
 
-    def log(run: Any) -> None:
+    def log(run: Run) -> None:
         import wandb
 
         x, y, line = columns[:3]
@@ -179,7 +182,7 @@ def log_curve(name: str, columns: tuple[str, str, str, *tuple[str, ...]], rows: 
 def log_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Log a table to the current run."""
 
-    def log(run: Any) -> None:
+    def log(run: Run) -> None:
         import wandb
 
         run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
@@ -203,7 +206,7 @@ def log_artifact(
             reference.
     """
 
-    def log(run: Any) -> None:
+    def log(run: Run) -> None:
         import wandb
 
         artifact = wandb.Artifact(_in_name(name)[:_LONGEST_NAME], kind, metadata=dict(metadata or {}))

@@ -17,8 +17,12 @@ class _InFloat32(TorchFunctionMode):
     """Mode in which `Tensor.bfloat16`, which `torch.optim.Muon` calls, returns a float32 copy."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is Tensor.bfloat16:
             return args[0].to(torch.float32, copy=True)
         return func(*args, **(kwargs or {}))

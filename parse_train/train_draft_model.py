@@ -123,7 +123,7 @@ def main(config: DraftModelTrainingConfig) -> None:
         tracking.finish()
 
 
-def right_tokens(logits: Any, labels: Tensor) -> Tensor:
+def right_tokens(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
     """Return for each token of an answer whether it is the draft model's first choice: int64 [B, T − 1]; -100
     elsewhere.
 

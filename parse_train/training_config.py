@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -65,7 +66,7 @@ def _has_one_thread() -> bool:
     return launched and os.environ.get("OMP_NUM_THREADS") == "1" and (os.cpu_count() or 1) > 1
 
 
-def sharding(fsdp: Any, deepspeed: Any) -> str | None:
+def sharding(fsdp: object, deepspeed: Mapping[str, Any] | str | None) -> str | None:
     """Return "FSDP" or "ZeRO-3" where `TrainingArguments` or the environment variables of `accelerate launch` enable
     either; else None.
 

@@ -35,7 +35,7 @@ from parse_infer.speculation.decode import read_tree
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
-from parse_infer.speculation.proposer import TokenTree
+from parse_infer.speculation.proposer import TokenProposer, TokenTree
 from parse_infer.text.cuts import Segmenter
 
 _QWEN3: dict[str, Any] = {
@@ -129,14 +129,14 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         # The state after a forward that accepted some tokens: the head has not read their features yet.
         decoder = drafter.model.decoder
 
-        def prepare(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
+        def prepare(decoder: Decoder = decoder, drafter: TokenProposer = drafter) -> None:
             at(decoder)()
             drafter.propose(decoder.ids, _CHAIN_TOKENS, Sampling(), None)
             decoder.seek(ids[: context + _KEPT - 1])
             decoder.forward()
             decoder.seek(ids[: context + _KEPT])
 
-        def guess(decoder: Decoder = decoder, drafter: Any = drafter) -> None:
+        def guess(decoder: Decoder = decoder, drafter: TokenProposer = drafter) -> None:
             assert drafter.propose(decoder.ids, _CHAIN_TOKENS, Sampling(), None).tokens
 
         found.append(Step(name, prepare, guess))

@@ -74,7 +74,7 @@ def known_fields(values: Mapping[str, Any], kind: type, fixed: Mapping[str, Any]
     return {key: value for key, value in values.items() if key in names}
 
 
-def check_shape(name: str, config: Any, model: LanguageModel) -> None:
+def check_shape(name: str, config: object, model: LanguageModel) -> None:
     """Raise ValueError for a head of another model.
 
     Args:

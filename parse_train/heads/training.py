@@ -21,6 +21,8 @@ from transformers import EvalPrediction, Trainer, set_seed
 from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.speculation.eagle_head import EagleHead
+from parse_infer.speculation.medusa import MedusaHead
 from parse_train import checkpoints, training_run
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.muon import MuonWithAdamW
@@ -130,7 +132,7 @@ class HeadModel(nn.Module, ABC):
 class HeadTrainer(Trainer):
     """transformers' Trainer for a head; evaluation reports accuracy per step and the simulated acceptance length."""
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         args = cast(HeadTrainingConfig, self.args)
         if not args.muon:
             return super().create_optimizer()
@@ -145,7 +147,9 @@ class HeadTrainer(Trainer):
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochLengthSampler.of(self, [len(ids) for ids in rows["input_ids"]])
 
-    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: object
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         output = model(inputs["input_ids"], inputs["labels"])
         return (output["loss"], {"right": output["right"]}) if return_outputs else output["loss"]
 
@@ -211,7 +215,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
 
 
 @torch.no_grad()
-def start_from_output(head: Any, lm: LanguageModel, tokens: Sequence[int]) -> None:
+def start_from_output(head: EagleHead | MedusaHead, lm: LanguageModel, tokens: Sequence[int]) -> None:
     """Set the vocabulary of a new head to `tokens` (ascending), with the model's output weights."""
     head.set_vocabulary(tokens)
     for weight in head.output_weights:

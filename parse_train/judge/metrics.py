@@ -29,7 +29,7 @@ class ScoredDrafts:
     cuts: NDArray[np.int64]
 
     @classmethod
-    def from_prediction(cls, logits: Any, label_ids: Any) -> ScoredDrafts:
+    def from_prediction(cls, logits: ArrayLike, label_ids: Any) -> ScoredDrafts:
         """Convert `Trainer`'s predictions: logits [N, K], and (labels, cuts)."""
         labels, cuts = label_ids
         real = np.asarray(labels) != IGNORED

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
@@ -68,11 +68,11 @@ class ValidityTrainer(Trainer):
 
     def compute_loss(
         self,
-        model: Any,
+        model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the mean cross-entropy per cut, weighted by confidence and class.
 
         `num_items_in_batch` is the number of cuts in the optimiser step."""

@@ -6,7 +6,7 @@ Rollouts continue a partial answer. Only `/v1/completions` supports this: a chat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,7 +64,7 @@ class CompletionRequest:
             body |= {"stop_token_ids": sorted(self.end_ids), "return_token_ids": True}
         return body
 
-    def read(self, response: Any, url: str) -> ServedCompletion:
+    def read(self, response: Mapping[str, Any], url: str) -> ServedCompletion:
         """Return the answer in a response; raise TransientServerError if it is incomplete."""
         try:
             choice = response["choices"][0]
@@ -94,7 +94,7 @@ class ReadRequest:
     def body(self) -> dict[str, Any]:
         return DEFAULT.read(self.prompt, self.k).body
 
-    def read(self, response: Any, url: str) -> TokenLogprobs:
+    def read(self, response: Mapping[str, Any], url: str) -> TokenLogprobs:
         """Return the log-probabilities in a response; raise ValueError if they are missing."""
         try:
             return DEFAULT.parse(response, self.draft, self.k)

@@ -73,10 +73,10 @@ def _type_of(value: object) -> str:
     return f"{kind}[{', '.join(map(_type_of, parts if kind in ('tuple', 'dict') else parts[:1]))}]"
 
 
-def _draw(hint: ast.expr, random: Random, letters: str) -> Any:
+def _draw(hint: ast.expr, random: Random, letters: str) -> object:
     """Return a random value of a type. Raise KeyError for an unknown type."""
 
-    def of(part: ast.expr) -> Any:
+    def of(part: ast.expr) -> object:
         return _draw(part, random, letters)
 
     if isinstance(hint, ast.Constant):
