@@ -200,6 +200,12 @@ def test_the_page_on_the_structure_lists_every_module_once() -> None:
     assert sorted(rows) == sorted(expected)
 
 
+def test_the_tests_to_copy_exist() -> None:
+    named = re.findall(r"`(test_\w+)`", (REPOSITORY / "docs" / "reference" / "extending.md").read_text("utf-8"))
+    tests = "".join(path.read_text("utf-8") for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert len(named) > 5 and not [name for name in named if f"def {name}(" not in tests]
+
+
 def test_the_index_links_to_every_page() -> None:
     index = REPOSITORY / "docs" / "README.md"
     linked = {(index.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", index.read_text("utf-8"))}
