@@ -86,7 +86,7 @@ class ModelDrafter:
     ) -> Block:
         """Draft the next tokens of the answer, up to the first token at which `ends` returns True.
 
-        The tokens behind a corrected one are kept as guesses: one forward finds how many of them still fit.
+        The tokens after a corrected one are kept as proposals: one forward finds how many of them still fit.
 
         Args:
             max_new_tokens: number of tokens that the answer may still have.
@@ -118,7 +118,7 @@ class ModelDrafter:
             # A token that the target lacks ends the block in its tokens.
             return n >= 4 * min_target_tokens or len(writing.block().ids) >= min_target_tokens
 
-        ended = self._read_guesses(writing, longest, add)
+        ended = self._read_proposals(writing, longest, add)
         logits = None if ended else decoder.next_logits()
         while logits is not None:
             probabilities = _probabilities(logits, sampling)
@@ -142,19 +142,19 @@ class ModelDrafter:
         n = len(confidences)
         return Block(draft.ids, draft.finished, n, _resampled(confidences, len(draft.ids)), step)
 
-    def _read_guesses(
+    def _read_proposals(
         self, writing: DraftStream | TokenStream, longest: int, add: Callable[[int, float], bool]
     ) -> bool:
         """Add the tokens of the last block that the draft model writes again. Return whether the block ends there."""
         decoder, context = self.draft.decoder, writing.context
-        guesses = self._written[len(context) :][: min(longest, writing.remaining_tokens)]
-        if not guesses or not self._sampling.greedy or self._written[: len(context) - 1] != context[:-1]:
+        proposals = self._written[len(context) :][: min(longest, writing.remaining_tokens)]
+        if not proposals or not self._sampling.greedy or self._written[: len(context) - 1] != context[:-1]:
             return False
-        logits = decoder.logits(decoder.look_ahead(guesses))
+        logits = decoder.logits(decoder.look_ahead(proposals))
         highest, choices = (values.tolist() for values in _probabilities(logits, self._sampling).max(-1))
         kept, ended = 0, False
-        while kept < len(guesses) and guesses[kept] == choices[kept] and not ended:
-            ended = add(guesses[kept], highest[kept])
+        while kept < len(proposals) and proposals[kept] == choices[kept] and not ended:
+            ended = add(proposals[kept], highest[kept])
             kept += 1
         decoder.keep(range(kept))
         decoder.set_next_logits(logits[kept])

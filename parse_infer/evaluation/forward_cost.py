@@ -136,10 +136,10 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
             decoder.forward()
             decoder.seek(ids[: context + _KEPT])
 
-        def guess(decoder: Decoder = decoder, drafter: TokenProposer = drafter) -> None:
+        def propose(decoder: Decoder = decoder, drafter: TokenProposer = drafter) -> None:
             assert drafter.propose(decoder.ids, _CHAIN_TOKENS, Sampling(), None).tokens
 
-        found.append(Step(name, prepare, guess))
+        found.append(Step(name, prepare, propose))
     return found
 
 
