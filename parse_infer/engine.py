@@ -94,7 +94,7 @@ class ParseEngine:
 
         Args:
             target, draft: `LanguageModel`s.
-            judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation, mode "exact".
+            judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation.
         """
         from parse_infer.backends.local.backend import LocalBackend
         from parse_infer.models.loading import LanguageModel
@@ -126,7 +126,7 @@ class ParseEngine:
             calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
             cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
                 calibration holds for one policy only.
-            options: further arguments of `parse_infer.backends.local.backend.load_backend` (device, dtype, min_p,
+            options: further arguments of `parse_infer.backends.local.backend.load_backend` (device, dtype, judge,
                 target_drafter, …) or of `parse_infer.backends.servers.options.ServerOptions` (target_url, …).
 
         Raises:
@@ -309,6 +309,7 @@ class ParseEngine:
         request = self._request(prompt, settings, draft_text is not None)
         backend, replayed = self.backend, self.pair_wrapper is not None
         if alone:
+            request.lossless = True
             return self._answer(request, backend.alone(request, speculate, watched), None)
         if self._accepts_nothing and settings.threshold is None and settings.risk is None and settings.mode != "exact":
             warnings.warn(_ACCEPTS_NOTHING, stacklevel=2)
@@ -316,6 +317,7 @@ class ParseEngine:
         if isinstance(source, PromptError):
             return self._answer(request, self._refused(request, source, watched), None)
         plan = backend.plan(request, source, streamed=watched, replayed=replayed)
+        request.lossless = plan.lossless
         events = backend.with_draft(request, plan, source, self.pair_wrapper)
         adaptive = self.adaptive if request.settings.adaptive is None else request.settings.adaptive
         chooses = adaptive and draft_text is None and plan.drafts
@@ -325,7 +327,7 @@ class ParseEngine:
         """Yield the events of an answer whose prompt the draft model refuses: the target writes it."""
         if self.pair_wrapper is not None or not self.backend.falls_back:  # a measurement
             raise error
-        request.fallback = "draft_refused"
+        request.fallback, request.lossless = "draft_refused", True
         # A chat template may quote the prompt in its message, which stays out of the log.
         log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
         async with aclosing(self.backend.alone(request, True, watched)) as events:
@@ -430,10 +432,7 @@ class ParseEngine:
 
     def _require_judge(self) -> None:
         if self.backend.judge is None:
-            raise SettingsError(
-                "This engine has no judge: pass adapter=… or min_p=… to from_pretrained, "
-                "or generate with mode='exact'."
-            )
+            raise SettingsError("This engine has no judge: pass adapter=… or judge=… to from_pretrained.")
 
     def _request(self, prompt: Prompt, settings: GenerationSettings, has_draft_text: bool) -> Request:
         """Resolve the settings and check the prompt; raise ValueError for an invalid request."""
@@ -448,7 +447,10 @@ class ParseEngine:
             self.check_calibration()
         settings = resolve_risk(settings, self.calibration, changed_option(prompt, self.target.template_options))
         if settings.threshold is None:
-            settings = settings.override(threshold=self.threshold)
+            if self.backend.judge is None and settings.mode == "validity":
+                settings = self.backend.lossless(settings)
+            if settings.threshold is None:
+                settings = settings.override(threshold=self.threshold)
         return Request(prompt, self.target, settings, settings.resume_sampling)
 
     async def _answer(
@@ -460,7 +462,9 @@ class ParseEngine:
         """Yield `events`, or `alone` while the target has been faster without a draft, and record their cost."""
         request.start()
         with self.in_flight(), self._choice() if alone is not None else nullcontext() as answer:
-            chosen = events if answer is None or answer.drafted or alone is None else alone
+            chosen = events
+            if answer is not None and not answer.drafted and alone is not None:
+                chosen, request.lossless = alone, True
             async with aclosing(chosen):
                 async for event in chosen:
                     if isinstance(event, (Accepted, Resumed)) and event.text:

@@ -84,6 +84,10 @@ class Backend(Protocol):
         text, because the target's tokens then depend on where blocks end, and "auto" ends them by measured times."""
         ...
 
+    def lossless(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings of lossless speculation, for a request to an engine without a judge."""
+        ...
+
     def draft_source(self, request: Request, draft_text: Any) -> Any:
         """Return the source of a request's drafts: `draft_text`, or the draft model if that is None. The
         `PromptError` is returned if the draft model refuses the prompt.

@@ -148,7 +148,7 @@ def calibrate(
     check_problems(problems, settings)
     models = engine.describe()
     if not (models.get("draft") and models.get("adapter")):
-        raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or min_p")
+        raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or judge='min_p'")
     settings = replace(settings, blocks=tuple(map(engine.backend.replayable, settings.blocks)))
     for length in settings.blocks:
         engine.backend.check(GenerationSettings(block_tokens=length), None)

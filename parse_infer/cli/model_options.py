@@ -43,16 +43,14 @@ class ModelOptions:
         typer.Option(help="Draft model, or its name on a server of --draft-url; default: the embedded target's own."),
     ] = None
     adapter: Annotated[str | None, typer.Option(help="Trained adapter; default: the embedded target's own.")] = None
-    min_p: Annotated[
-        float | None,
+    judge: Annotated[
+        str | None,
         typer.Option(
-            "--min-p",
-            help="No adapter: keep draft tokens at least this many times as likely as the target's first choice.",
+            metavar="NAME[:KEY=VALUE]",
+            help="Instead of an adapter: min_p keeps draft tokens at least 0.1 times as likely as the target's first "
+            "choice (or min_p:ratio=0.3), zero_shot asks the target. Without adapter and judge: lossless speculation.",
         ),
     ] = None
-    zero_shot: Annotated[
-        bool, typer.Option("--zero-shot", help="No adapter: prompt the target to judge each prefix.")
-    ] = False
     calibration: Annotated[
         str | None, typer.Option(help="calibration.json for --risk; default: the file in the adapter's folder.")
     ] = None
@@ -136,14 +134,11 @@ class ModelOptions:
         return self.draft or PAIRS[self.target_name][0]
 
     @property
-    def adapter_name(self) -> str:
-        """Raises ValueError without a given or embedded adapter."""
-        if self.adapter is None and self.target_name not in PAIRS:
-            raise ParseError(
-                f"the target {self.target!r} needs an adapter of its own: give one with --adapter, or work without "
-                "adapter (--min-p, --zero-shot, --mode exact, or other --modes of bench)"
-            )
-        return self.adapter or PAIRS[self.target_name][1]
+    def adapter_name(self) -> str | None:
+        """None: another judge was chosen, or the target has no embedded adapter."""
+        if self.judge is not None:
+            return self.adapter
+        return self.adapter or PAIRS.get(self.target_name, (None, None))[1]
 
     def load(
         self,
@@ -171,14 +166,13 @@ class ModelOptions:
         needs_draft = needs_draft or self.draft is not None or (proposes and not served)
         options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}
         if served:
-            options |= self._server_options(needs_judge) | {"target_options": target_options, "expected": expected}
+            options |= self._server_options() | {"target_options": target_options, "expected": expected}
             options |= {} if needs_draft else {"draft_url": ()}
         else:
             check_dtype(self.dtype)
             check_dtype(self.draft_dtype or self.dtype, "int8")
             options |= {
-                "min_p": self.min_p,
-                "zero_shot": self.zero_shot,
+                "judge": self.judge,
                 "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
                 "device": check_device(self.device),
                 "dtype": self.dtype,
@@ -187,7 +181,7 @@ class ModelOptions:
                 "trust_remote_code": self.trust_remote_code,
             }
         draft = self.draft_name if needs_draft else None
-        adapter = self.adapter if self.without_adapter or not needs_judge else self.adapter_name
+        adapter = self.adapter_name if needs_judge else self.adapter
 
         from parse_infer.engine import ParseEngine
 
@@ -217,12 +211,12 @@ class ModelOptions:
         from parse_infer.models.names import resolve
 
         known = Calibration.load(self.calibration) if self.calibration else None
-        if known is None and not self.without_adapter:
+        if known is None and self.adapter_name is not None:
             known = shipped_calibration(resolve(self.adapter_name))
             known = known if known is not None and known.backend == self.backend else None
         return resolve_risk(settings.override(risk=risk), known).override(risk=None, adaptive=False)
 
-    def _server_options(self, needs_judge: bool) -> dict[str, Any]:
+    def _server_options(self) -> dict[str, Any]:
         """Fields of `ServerOptions`. Raises ValueError for options of the local backend."""
         if self.target_drafter not in ("auto", NO_DRAFTER):
             raise ParseError("--target-drafter needs --backend local: configure speculative_config on the vLLM server")
@@ -233,8 +227,7 @@ class ModelOptions:
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {
-            "min_p": self.min_p,
-            "zero_shot": self.zero_shot or not (needs_judge or self.adapter or self.min_p is not None),
+            "judge": self.judge,
             "target_url": self.target_url or (),
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,
@@ -243,11 +236,6 @@ class ModelOptions:
             "on_progress": progress,
             **given(parallel=self.parallel),
         }
-
-    @property
-    def without_adapter(self) -> bool:
-        """Whether another judge was chosen."""
-        return self.zero_shot or self.min_p is not None
 
     @property
     def train_problems(self) -> frozenset[str]:
@@ -262,8 +250,7 @@ class ModelOptions:
         from parse_infer.judge.adapter_files import read_adapter
         from parse_infer.models.names import resolve
 
-        adapter = None if self.without_adapter else self.adapter or PAIRS.get(self.target_name, (None, None))[1]
-        return None if adapter is None else read_adapter(resolve(adapter))
+        return None if self.adapter_name is None else read_adapter(resolve(self.adapter_name))
 
     def describe_servers(self) -> dict[str, Any]:
         """Models and addresses of --backend vllm, as known before any server runs."""
@@ -271,14 +258,14 @@ class ModelOptions:
         return {
             "target": self.target_name,
             "draft": self.draft or PAIRS.get(self.target_name, (None, None))[0],
-            "adapter": None if files is None else self.adapter_name,
+            "adapter": self.adapter_name,
             "adapter_weights": None if files is None else files.fingerprint,
             "threshold": None if files is None else files.validity_config.get("threshold"),
             "template_options": read_pairs(self.template_option, "--template-option"),
             "target_url": self.target_url,
             "draft_url": self.draft_url,
             "local_draft": self.local_draft,
-            **given(cut_policy=self.cut_policy, min_p=self.min_p),
+            **given(cut_policy=self.cut_policy, judge=self.judge),
         }
 
     @property

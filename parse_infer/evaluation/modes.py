@@ -29,7 +29,7 @@ from parse_infer.evaluation.mode_names import (
     needs,
 )
 from parse_infer.evaluation.records import Record
-from parse_infer.judge.min_p import MIN_P, MinPJudge
+from parse_infer.judge.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
@@ -129,7 +129,7 @@ def make_modes(
             if base == "sequential":
                 variant, own = {"one_segment": True}, judged
             elif base == "parse-min-p":
-                variant = {"judge": MinPJudge(engine.target.tokenizer, MIN_P), "threshold": None}
+                variant = {"judge": MinP().load(engine.target.tokenizer), "threshold": None}
                 own = own.override(threshold=None)
             elif base == "parse-zero-shot":
                 judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)

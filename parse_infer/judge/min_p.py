@@ -1,6 +1,6 @@
 """A judge without training: a draft token is kept if min-p sampling of the target could have written it.
 
-min-p sampling (arXiv 2407.01082) draws among the tokens that are at least `min_p` times as likely as the first choice.
+min-p sampling (arXiv 2407.01082) draws among the tokens that are at least `ratio` times as likely as the first choice.
 So every token of a greedy answer is one that the target itself offers, and at 1 it is the target's greedy answer. (Of
 a sampled answer the draft's tokens are, at temperature 1; the target's own follow the request's sampling.) The judge
 needs the target's log-probabilities alone, so it works for any pair and on any server.
@@ -9,6 +9,7 @@ needs the target's log-probabilities alone, so it works for any pair and on any 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,28 @@ from parse_infer.judge.probe.head import Probe
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.text.cuts import CutPolicy
 
-MIN_P = 0.1  # of the benchmark's mode
 _TIE = 1e-6  # nats by which a token as likely as the first choice falls behind it: at 1 the answer is greedy
+
+
+@dataclass(frozen=True)
+class MinP:
+    """The judge's option: `judge="min_p:ratio=0.3"`.
+
+    Args:
+        ratio: keep draft tokens at least this many times as likely as the target's first choice; default threshold.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1.
+    """
+
+    ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise SettingsError(f"the ratio of min_p is {self.ratio}; it must be above 0 and at most 1")
+
+    def load(self, tokenizer: Any, model: object = None) -> MinPJudge:
+        return MinPJudge(tokenizer, self.ratio)
 
 
 class MinPJudge:
@@ -33,18 +54,14 @@ class MinPJudge:
 
     Args:
         tokenizer: of the target.
-        min_p: default threshold.
-
-    Raises:
-        ValueError: `min_p` is not above 0 and at most 1.
+        ratio: default threshold.
     """
 
     k, by_token, whole_drafts, first_tokens = 1, True, False, 0
     probe = Probe((), "")
     fingerprint = "min-p"
 
-    def __init__(self, tokenizer: Any, min_p: float) -> None:
-        check_min_p(min_p)
+    def __init__(self, tokenizer: Any, ratio: float) -> None:
         self.config = ValidityConfig(
             probe_ids=(),
             probe_text="",
@@ -52,7 +69,7 @@ class MinPJudge:
             logprobs={"reference": {"ids": tokenizer.encode(KNOWN_TEXT), "logprobs": []}},
             cut_policy=CutPolicy().to_dict(),
             label={"kind": "min-p"},
-            threshold=min_p,
+            threshold=ratio,
         )
 
     def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> MinPJudge:
@@ -72,10 +89,3 @@ def lowest_ratios(found: TokenLogprobs, carried: Carried) -> TokenScores:
     gap = gap.masked_fill(found.is_greedy_choice.to(gap.device), 0.0)
     doubt = torch.cat([gap.new_tensor([max(carried.doubt, 0.0)]), gap]).cummax(0).values[1:]
     return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest ratio
-
-
-def check_min_p(min_p: float) -> float:
-    """Return `min_p`. Raise ValueError unless it is above 0 and at most 1."""
-    if not 0 < min_p <= 1:
-        raise SettingsError(f"min_p is {min_p}; it must be above 0 and at most 1")
-    return min_p

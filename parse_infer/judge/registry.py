@@ -1,18 +1,53 @@
-"""The choice of a judge."""
+"""Judges without training, by name: `judge="min_p:ratio=0.3"`, or `--judge min_p:ratio=0.3`."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
 
 from parse_infer.errors import SettingsError
-from parse_infer.judge.min_p import check_min_p
+from parse_infer.judge.judge import Judge
+from parse_infer.judge.min_p import MinP
+from parse_infer.judge.zero_shot import ZeroShot
+from parse_infer.suggest import suggestion
 
 
-def check_one_judge(adapter: str | Path | None, min_p: float | None, zero_shot: bool) -> None:
-    """Raise ValueError for more than one judge, or for a `min_p` out of range."""
-    given = {"adapter": adapter is not None, "min_p": min_p is not None, "zero_shot": zero_shot}
-    if sum(given.values()) > 1:
-        names = " and ".join(name for name, is_given in given.items() if is_given)
-        raise SettingsError(f"{names} were given: choose one judge")
-    if min_p is not None:
-        check_min_p(min_p)
+class Rule(Protocol):
+    """A dataclass whose fields are the options of a judge, numbers with defaults."""
+
+    def load(self, tokenizer: Any, model: PreTrainedModel | None) -> Judge:
+        """Make the judge of a target. Over servers there is no `model`."""
+        ...
+
+
+RULES: dict[str, type[Rule]] = {"min_p": MinP, "zero_shot": ZeroShot}
+
+
+def find_rule(judge: str | None, adapter: str | Path | None = None) -> Rule | None:
+    """Read `NAME[:KEY=VALUE,…]`; None for None.
+
+    Raises:
+        ValueError: an unknown name or key, a value out of range, or an adapter besides.
+    """
+    if judge is None:
+        return None
+    if adapter is not None:
+        raise SettingsError(f"adapter {str(adapter)!r} and judge {judge!r} were both given: choose one")
+    name, _, given = judge.partition(":")
+    if name not in RULES:
+        raise SettingsError(f"{name!r} is not a judge; {suggestion(name, RULES)}")
+    known = [field.name for field in fields(RULES[name])]  # type: ignore[arg-type]
+    options: dict[str, float] = {}
+    for pair in filter(None, given.split(",")):
+        key, _, value = pair.partition("=")
+        if key not in known:
+            hint = suggestion(key, known) if known else "it has no options"
+            raise SettingsError(f"{key!r} is no option of the judge {name}; {hint}")
+        try:
+            options[key] = float(value)
+        except ValueError as error:
+            raise SettingsError(f"{key} of the judge {name} is {value!r}; it must be a number") from error
+    return RULES[name](**options)

@@ -8,6 +8,7 @@ zero-shot verifier of PARSE, arXiv 2605.04263). The packed layout is the adapter
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -27,6 +28,15 @@ QUESTION = (
 )
 WORDS = ("Correct", "Incorrect")  # the answers for valid and not valid
 _MARKER = "@@PREFIX-ENDS-HERE@@"
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """The judge by name: `judge="zero_shot"`. It has no options."""
+
+    def load(self, tokenizer: Any, model: PreTrainedModel | None) -> ZeroShotJudge:
+        assert model is not None, "over servers `ZeroShotRequests` asks the question"
+        return ZeroShotJudge(model, tokenizer)
 
 
 class ZeroShotJudge:

@@ -98,6 +98,8 @@ class Generation:
     timings: Timings
     fallback: Fallback | None = None
     """Tokens accepted before the fallback stay in the answer."""
+    lossless: bool = False
+    """No judge decided about a token: the answer is the target's own (greedy, in float32), or a sample of it."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Request:
         self.stats = Statistics()
         self.timings = Timings()
         self.fallback: Fallback | None = None
+        self.lossless = False
         self.carried = Carried()
         self._started = self._last_text = 0.0
 
@@ -109,7 +110,7 @@ class Request:
         answer = self.answer
         assert answer.finish_reason is not None
         parts = answer.text, answer.ids, answer.spans, answer.finish_reason
-        return Generation(*parts, self.stats, self.timings, self.fallback)
+        return Generation(*parts, self.stats, self.timings, self.fallback, self.lossless)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter
-from parse_infer.judge.min_p import MIN_P
+from parse_infer.judge.min_p import MinP
 from parse_infer.models.names import collection_folder, resolve
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.trained_heads import save_head
@@ -89,15 +89,15 @@ def test_an_adapter_has_the_name_by_which_its_calibration_knows_it(name):
 
 
 def test_a_judge_without_training_takes_the_place_of_the_embedded_adapter():
-    models = ModelOptions(min_p=0.3)
+    models = ModelOptions(judge="min_p:ratio=0.3")
     engine = models.load()
     assert engine.describe()["adapter"] == "min-p" and engine.threshold == 0.3
     assert not models.train_problems and ModelOptions().train_problems
-    assert models.describe_servers()["min_p"] == 0.3 and models.describe_servers()["adapter"] is None
+    assert models.describe_servers()["judge"] == "min_p:ratio=0.3" and models.describe_servers()["adapter"] is None
     (mode,) = make_modes(engine, ["parse-min-p"], GenerationSettings(8, threshold=0.9))
-    assert mode.engine.threshold == MIN_P, "the threshold is the adapter's"
-    with pytest.raises(ValueError, match="adapter and min_p were given: choose one judge"):
-        ModelOptions(min_p=0.3, adapter="zoo:adapter").load()
+    assert mode.engine.threshold == MinP().ratio, "the threshold is the adapter's"
+    with pytest.raises(ValueError, match="were both given: choose one"):
+        ModelOptions(judge="min_p:ratio=0.3", adapter="zoo:adapter").load()
 
 
 def test_the_zoo_stays_small_and_safe():

@@ -25,10 +25,8 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, PromptError, SettingsError
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.judge import Judge
-from parse_infer.judge.min_p import MinPJudge
-from parse_infer.judge.registry import check_one_judge
+from parse_infer.judge.registry import find_rule
 from parse_infer.judge.verifier import Verification, Verifier
-from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
@@ -38,6 +36,7 @@ from parse_infer.models.train_problems import train_problems_of
 from parse_infer.request.events import Event, Interrupted, Resumed
 from parse_infer.request.output import Source
 from parse_infer.request.request import Request
+from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
@@ -57,8 +56,7 @@ def load_backend(
     adapter: str | Path | None = None,
     *,
     gguf_file: str | None = None,
-    min_p: float | None = None,
-    zero_shot: bool = False,
+    judge: str | None = None,
     target_drafter: str | None = AUTO,
     cut_policy: CutPolicy | None = None,
     calibration: str | Path | None = None,
@@ -81,9 +79,9 @@ def load_backend(
         target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
             also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
         gguf_file: as in transformers, the target's file in its folder or repository.
-        min_p: judge without training, instead of an adapter: keep draft tokens at least `min_p` times as likely as the
-            target's first choice (`MinPJudge`). It is the default threshold.
-        zero_shot: use the target as zero-shot judge instead of an adapter. Without a judge only mode "exact" works.
+        judge: a judge without training, instead of an adapter: "min_p", "min_p:ratio=0.3" (keep draft tokens at least
+            0.3 times as likely as the target's first choice) or "zero_shot" (ask the target); see
+            `parse_infer.judge.registry`. Without adapter and judge, answers are lossless speculation.
         target_drafter: token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder
             or id of a head (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled
             tokens keep their distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the
@@ -105,7 +103,7 @@ def load_backend(
 
     Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
     """
-    check_one_judge(adapter, min_p, zero_shot)
+    rule = find_rule(judge, adapter)
     if attn_implementation not in (None, "sdpa"):
         raise SettingsError(
             f"attn_implementation is {attn_implementation!r}, but the verification pass has an attention function of "
@@ -129,13 +127,11 @@ def load_backend(
     )
     how = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
     loaded = load(target, role="target", dtype=dtype, device=device, **how)
-    judge: Any = None
+    loaded_judge: Judge | None = None
     if adapter is not None:
-        judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
-    elif min_p is not None:
-        judge = MinPJudge(loaded.tokenizer, min_p)
-    elif zero_shot:
-        judge = ZeroShotJudge(loaded.model, loaded.tokenizer)
+        loaded_judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+    elif rule is not None:
+        loaded_judge = rule.load(loaded.tokenizer, loaded.model)
     draft_model = None
     if draft is not None:
         place = device if device_map is None else loaded.model.device
@@ -147,7 +143,7 @@ def load_backend(
     return LocalBackend(
         loaded,
         draft_model,
-        judge,
+        loaded_judge,
         target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
         cut_policy=cut_policy,
         calibration=shipped_calibration(adapter) if promises is None else promises,
@@ -161,7 +157,7 @@ class LocalBackend:
     Args:
         target: the model whose quality PARSE preserves.
         draft: the draft model; None if drafts are texts or come from `drafter`.
-        judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None allows only mode "exact".
+        judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation.
         drafter: a source of drafts that replaces `draft`.
         target_drafter: token drafter of the target.
         cut_policy: where to cut drafts; None takes the judge's training policy.
@@ -240,6 +236,9 @@ class LocalBackend:
     def _judging(self) -> Judging | None:
         scorer = self.verifier.scorer
         return None if scorer is None else "token" if scorer.by_token else "cut"
+
+    def lossless(self, settings: GenerationSettings) -> GenerationSettings:
+        return settings.override(threshold=ACCEPT_NOTHING)
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> DraftSource | PromptError:
         if draft_text is None and self.drafter is None:

@@ -42,6 +42,7 @@ from parse_infer.judge.judge import Verdict
 from parse_infer.models.environment import describe_machine
 from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
+from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.text.cuts import Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
@@ -202,11 +203,17 @@ class ServerBackend:
 
     @property
     def judge(self) -> LogprobReads | ZeroShotRequests | None:
-        return self._target.reads or self._target.questions
+        reads = self._target.reads
+        return self._target.questions if reads is None or reads.judge is None else reads
 
     @property
     def segmenter(self) -> Segmenter:
         return self._target.segmenter
+
+    def lossless(self, settings: GenerationSettings) -> GenerationSettings:
+        if settings.resume_sampling.greedy and self._target.reads is not None:
+            return settings.override(mode="exact")
+        return settings.override(threshold=ACCEPT_NOTHING)  # the target alone
 
     def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Drafts | PromptError:
         if isinstance(draft_text, TextDrafter):
@@ -227,7 +234,7 @@ class ServerBackend:
             return error
 
     def plan(self, request: Request, source: Drafts, *, streamed: bool, replayed: bool) -> Plan:
-        judging: Judging = "cut" if self._target.reads is None else "token"
+        judging: Judging | None = None if self.judge is None else "cut" if self._target.reads is None else "token"
         return Plan.of(
             request.settings,
             source_kind(source),

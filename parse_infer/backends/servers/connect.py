@@ -25,8 +25,9 @@ from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
 from parse_infer.judge.logprob_head import LogprobHead
-from parse_infer.judge.min_p import MinPJudge
-from parse_infer.judge.registry import check_one_judge
+from parse_infer.judge.min_p import MinP
+from parse_infer.judge.registry import Rule, find_rule
+from parse_infer.judge.zero_shot import ZeroShot
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import (
     LanguageModel,
@@ -80,18 +81,19 @@ def find_parts(
         options.target_urls,
     )
     language = load_served_model(target, template_options=options.template_options)
-    if adapter is None and options.min_p is None and not options.zero_shot:
-        raise SettingsError("the engine needs a judge: give an adapter, min_p, or zero_shot=True")
-    check_one_judge(adapter, options.min_p, options.zero_shot)
+    rule = find_rule(options.judge, adapter)
     files = None if adapter is None else read_adapter(resolve(adapter))
-    judge, own_cuts, threshold = _judge(target, files, options.min_p, language, options.max_read_tokens)
+    judge: LogprobReads | ZeroShotRequests | None
+    judge, own_cuts, threshold = _judge(target, files, rule, language, options.max_read_tokens)
+    if files is None and rule is None and draft is None and not options.draft_urls:
+        judge = None  # the target alone needs no reads
     cut_policy = options.cut_policy or own_cuts
     drafting, served_draft = _find_draft(draft, options)
     models = {
         "backend": "vllm",
         "target": str(target),
         "draft": None if draft is None else str(draft),
-        "adapter": _judge_name(files, options),
+        "adapter": _judge_name(files, options.judge),
         "cut_policy": cut_policy.to_dict(),
         "template_options": dict(options.template_options or {}),
     }
@@ -138,10 +140,10 @@ def _find_draft(draft: str | Path | None, options: ServerOptions) -> tuple[Token
         return None, str(draft)
 
 
-def _judge_name(adapter: AdapterFiles | None, options: ServerOptions) -> str:
+def _judge_name(adapter: AdapterFiles | None, judge: str | None) -> str | None:
     if adapter is not None:
         return adapter.fingerprint
-    return "zero-shot" if options.min_p is None else MinPJudge.fingerprint
+    return None if judge is None else judge.partition(":")[0].replace("_", "-")
 
 
 def _find_calibration(
@@ -166,7 +168,7 @@ def _servers_to_start(
     target: str | Path,
     draft: str | Path | None,
     drafting: TokenizerSpec | None,
-    judge: LogprobReads | ZeroShotRequests,
+    judge: LogprobReads | ZeroShotRequests | None,
     options: ServerOptions,
 ) -> dict[str, dict[str, Any]]:
     """vLLM's options of each model that has no address, by role."""
@@ -227,17 +229,19 @@ def _small_on_cpu(draft: str | Path) -> bool:
 def _judge(
     target: str | Path,
     adapter: AdapterFiles | None,
-    min_p: float | None,
+    rule: Rule | None,
     language: TokenizerSpec,
     max_read_tokens: int,
 ) -> tuple[LogprobReads | ZeroShotRequests, CutPolicy, float | None]:
     """The judge, its cut policy and its threshold."""
-    if min_p is not None:
-        judge = MinPJudge(language.tokenizer, min_p)
-        reads = LogprobReads(judge.config, judge, max_read_tokens)
-        return reads, CutPolicy(), min_p
-    if adapter is None:
+    if isinstance(rule, ZeroShot):
         return ZeroShotRequests(language.tokenizer, language.eos_ids), CutPolicy(), None
+    if rule is not None:
+        judge = rule.load(language.tokenizer, None)
+        scorer = judge.scorer(language.tokenizer, language.eos_ids)
+        return LogprobReads(judge.config, scorer, max_read_tokens), CutPolicy(), judge.config.threshold
+    if adapter is None:  # lossless speculation reads the target's choices
+        return LogprobReads(MinP().load(language.tokenizer).config, None, max_read_tokens), CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)
     check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
     if config.logprobs is None:

@@ -42,7 +42,7 @@ class LogprobReads:
 
     Args:
         config: of the judge.
-        judge: reads log-probabilities.
+        judge: reads log-probabilities; None: only the target's choices are read, for lossless speculation.
         max_tokens: longest read; a longer answer continues without drafts.
 
     Attributes:
@@ -52,16 +52,16 @@ class LogprobReads:
     def __init__(
         self,
         config: ValidityConfig,
-        judge: Scorer,
+        judge: Scorer | None,
         max_tokens: int = MAX_READ_TOKENS,
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
-        self.k, self._judge = judge.k, judge
+        self.k, self.judge = 1 if judge is None else judge.k, judge
 
     @property
     def first_tokens(self) -> int:
         """See `Scorer.first_tokens`."""
-        return self._judge.first_tokens
+        return 0 if self.judge is None else self.judge.first_tokens
 
     def verdict(
         self,
@@ -78,8 +78,8 @@ class LogprobReads:
             carried, written: as in `Verifier.verify`.
         """
         verdict = Verdict(cuts=[], validity=[])
-        if cuts != []:
-            verdict = self._judge.score(Reading(read.ids.tolist(), cuts, written, read), carried)
+        if cuts != [] and self.judge is not None:
+            verdict = self.judge.score(Reading(read.ids.tolist(), cuts, written, read), carried)
         facts = {f.name: getattr(verdict, f.name) for f in fields(verdict)}
         return ServerVerdict(**facts, choices=read.top_ids[:, 0].tolist())
 

@@ -29,8 +29,9 @@ class ServerOptions:
     draft_url: Urls = ()
     """Addresses of the draft model's replicas, of any server with OpenAI's API. If it returns no token ids, drafts
     pass as text, and `draft` may be None or the model's name on the server."""
-    min_p: float | None = None
-    zero_shot: bool = False
+    judge: str | None = None
+    """A judge without training, instead of an adapter, such as "min_p:ratio=0.3" (`parse_infer.judge.registry`).
+    Without adapter and judge, answers are lossless speculation."""
     cut_policy: CutPolicy | None = None
     """Where to cut drafts; None: the judge's policy."""
     calibration: str | Path | None = None

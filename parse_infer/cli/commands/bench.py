@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 # A mode names its own token drafter and judge.
-@with_models(target_drafter=NO_DRAFTER, zero_shot=False, min_p=None, parallel=None)
+@with_models(target_drafter=NO_DRAFTER, judge=None, parallel=None)
 @with_settings(without=["threshold", *NOT_MEASURED], max_new_tokens=256)
 def bench(
     models: ModelOptions,

@@ -105,8 +105,9 @@ def calibrate(
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
     own_cuts = models.cut_policy is None  # else the adapter's own calibration must stay
-    if own_cuts and not (models.without_adapter or models.served) and Path(models.adapter_name).is_dir():
-        written.insert(0, Path(models.adapter_name) / FILE)
+    adapter = None if models.served else models.adapter_name
+    if own_cuts and adapter is not None and Path(adapter).is_dir():
+        written.insert(0, Path(adapter) / FILE)
     for path in written:
         calibration.save(path)
         console.print(f"Written: {path}", soft_wrap=True)

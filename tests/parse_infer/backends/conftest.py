@@ -20,6 +20,7 @@ from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
+from parse_infer.judge.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving
@@ -89,6 +90,8 @@ def connect() -> Iterator[Connect]:
                 requests = ZeroShotRequests(language.tokenizer, language.eos_ids, top=259)
                 for server in targets:
                     server.max_logprobs = len(language.tokenizer)
+            elif judge is None:
+                requests = LogprobReads(MinP().load(language.tokenizer).config, None, max_read_tokens)
             else:
                 scorer = judge.scorer(language.tokenizer, language.eos_ids)
                 requests = LogprobReads(judge.config, scorer, max_read_tokens)

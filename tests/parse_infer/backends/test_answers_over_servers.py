@@ -72,6 +72,19 @@ def test_the_judge_without_training_is_the_same_over_servers(engine, connect, bl
     assert all(map(same, found, wanted)) and any(answer.stats.accepted_tokens for answer in wanted)
 
 
+def test_without_a_judge_an_answer_is_lossless_speculation(engine, connect):
+    bare = ParseEngine.from_models(engine.target, engine.draft)
+    coordinator, *_ = connect(bare)
+    expected = [engine.generate_target(prompt, max_new_tokens=40).token_ids for prompt in PROMPTS]
+    found = coordinator.generate(PROMPTS, max_new_tokens=40)
+    assert [answer.token_ids for answer in found] == expected and all(answer.lossless for answer in found)
+    assert any(answer.stats.accepted_tokens for answer in found)
+    sampled = coordinator.generate(PROMPTS[0], max_new_tokens=40, temperature=0.8)  # then the target writes alone
+    assert sampled.lossless and not sampled.stats.draft_tokens
+    with pytest.raises(ValueError, match="has no judge"):
+        coordinator.generate(PROMPTS[0], threshold=0.5)
+
+
 def test_the_engine_answers_in_a_notebook_and_in_threads(engine, connect):
     """A notebook's event loop runs in the thread that asks."""
     coordinator, *_ = connect(engine)

@@ -76,14 +76,19 @@ def test_answers_and_events_are_written_as_those_of_the_local_engine_are(coordin
         (["--backend", "vllm", "--target-drafter", "lookup"], "--target-drafter needs --backend local"),
         (["--backend", "vllm", "--torch-compile"], "--torch-compile needs --backend local"),
         (["--backend", "vllm", "--dtype", "float32"], "--device, --dtype and --draft-dtype need --backend local"),
-        (["--backend", "vllm", "--zero-shot", "--adapter", "zoo:adapter"], "choose one judge"),
+        (["--backend", "vllm", "--judge", "zero_shot", "--adapter", "zoo:adapter"], "both given: choose one"),
+        (["--judge", "min_q"], "'min_q' is not a judge; did you mean 'min_p'?"),
+        (["--judge", "min_p:ratio=2"], "the ratio of min_p is 2.0; it must be above 0 and at most 1"),
+        (["--judge", "min_p:share=0.2"], "'share' is no option of the judge min_p"),
+        (["--judge", "min_p:ratio=high"], "ratio of the judge min_p is 'high'; it must be a number"),
+        (["--judge", "zero_shot:ratio=1"], "'ratio' is no option of the judge zero_shot; it has no options"),
         (
             ["--backend", "vllm", "--target-url", "http://127.0.0.1:9", "--draft-url", "http://127.0.0.1:9"],
             "the target server http://127.0.0.1:9/v1/models does not answer",
         ),
         (["--backend", "vllm", "--target-url", "gpu-1:8000"], "'gpu-1:8000' is not a server address"),
         (
-            ["--backend", "vllm", "--zero-shot", "--mode", "exact"],
+            ["--backend", "vllm", "--judge", "zero_shot", "--mode", "exact"],
             "mode 'exact' over servers reads",
         ),
         (["--backend", "vllm", "--risk", "0.01"], "risk is 0.01, but no calibration for --backend vllm was given"),
@@ -104,7 +109,10 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
     [
         (["bench", "--clients", "1,4"], "--clients needs --backend vllm"),
         (["serve", "--backend", "vllm", "--risk", "0.01"], "no calibration for --backend vllm was given"),
-        (["serve", "--backend", "vllm", "--zero-shot", "--risk", "0.01"], "no calibration for --backend vllm"),
+        (
+            ["serve", "--backend", "vllm", "--judge", "zero_shot", "--risk", "0.01"],
+            "no calibration for --backend vllm",
+        ),
         (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
         (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', which is not a program"),
     ],
@@ -204,13 +212,13 @@ def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch,
     calls = []
 
     def from_pretrained(target, draft, adapter, **options):
-        calls.append((target, draft, adapter, options["zero_shot"]))
+        calls.append((target, draft, adapter, options["judge"]))
         raise OSError("no server here")
 
     monkeypatch.setattr("parse_infer.engine.ParseEngine.from_pretrained", from_pretrained)
     command = ["bench", "--backend", "vllm", "--limit", "1", "--modes", modes, "--clients", "1"]
     assert main([*command, *given, "--out", str(tmp_path / "own")]) == 2
-    assert calls == [("zoo:target", "zoo:draft", "zoo:adapter", False) if judged else ("zoo:target", None, None, True)]
+    assert calls == [("zoo:target", "zoo:draft", "zoo:adapter", None) if judged else ("zoo:target", None, None, None)]
 
 
 def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch, tmp_path, capsys):

@@ -156,7 +156,7 @@ def test_a_judge_on_log_probabilities_reads_the_cache_of_its_server(coordinator)
 
     assert CACHED_READS.items() <= target().items()
     assert target(target_options={"enable_scale_out": None})["enable_scale_out"] is None
-    assert not CACHED_READS.items() <= target(adapter=None, zero_shot=True).items()
+    assert not CACHED_READS.items() <= target(adapter=None, judge="zero_shot").items()
 
 
 def test_the_longest_read_is_an_option(coordinator):
@@ -179,14 +179,14 @@ def test_the_target_alone_runs_on_a_stock_server(coordinator):
     """That is what PARSE is compared with."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     for options in ({}, {"speculative_config": ngram}):
-        made = ParseEngine.from_pretrained("zoo:target", backend="vllm", zero_shot=True, target_options=options)
+        made = ParseEngine.from_pretrained("zoo:target", backend="vllm", judge="zero_shot", target_options=options)
         (server,) = made.backend.processes.members
         made.close()
         assert server.options == stock_options("zoo:target") | options
 
 
 def test_the_judge_without_training_reads_as_adapters_do(coordinator):
-    made, adapted = coordinator(None, min_p=0.3), coordinator()
+    made, adapted = coordinator(None, judge="min_p:ratio=0.3"), coordinator()
     assert made.threshold == 0.3 and made.describe() == adapted.describe() | {"adapter": "min-p"}
     options = [engine.backend.processes.members[0].options for engine in (made, adapted)]
     assert options[0] == options[1], "the server uses its prefix cache for reads"

@@ -66,8 +66,8 @@ def test_what_the_models_learnt_is_left_out_too(make_model, tokenizer, tmp_path)
         write_train_problems(tmp_path / name, [name[0] * 16])
     target, draft = tmp_path / "target", tmp_path / "draft"
     learnt = {"t" * 16, "d" * 16}
-    assert ParseEngine.from_pretrained(target, draft, min_p=0.3).train_problems == learnt
-    assert ModelOptions(target=str(target), draft=str(draft), min_p=0.3).train_problems == learnt
+    assert ParseEngine.from_pretrained(target, draft, judge="min_p:ratio=0.3").train_problems == learnt
+    assert ModelOptions(target=str(target), draft=str(draft), judge="min_p:ratio=0.3").train_problems == learnt
     adapter = ModelOptions().train_problems
     assert ParseEngine.from_pretrained("zoo:target", draft, "zoo:adapter").train_problems == adapter | {"d" * 16}
 

@@ -70,7 +70,25 @@ def test_exact_mode_needs_no_judge(make_engine):
     ours = bare.generate(PROMPT, max_new_tokens=30, mode="exact")
     assert ours.token_ids == bare.generate_target(PROMPT, max_new_tokens=30).token_ids
     with pytest.raises(ValueError, match="has no judge"):
-        bare.generate(PROMPT)
+        bare.generate(PROMPT, threshold=0.5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_without_a_judge_an_answer_is_lossless_speculation(make_engine, mixed_engine, sampling):
+    for given in (make_engine(), mixed_engine):
+        bare = ParseEngine.from_models(given.target, given.draft)
+        ours = bare.generate(PROMPT, max_new_tokens=30, resume_sampling=sampling)
+        assert ours.lossless
+        if sampling.greedy:
+            assert ours.token_ids == bare.generate_target(PROMPT, max_new_tokens=30).token_ids
+        bare.check(PROMPT)
+
+
+def test_an_answer_tells_whether_a_judge_decided(engine):
+    assert not engine.generate(PROMPT, max_new_tokens=8).lossless
+    assert engine.generate(PROMPT, max_new_tokens=8, threshold=2).lossless
+    assert engine.generate_target(PROMPT, max_new_tokens=8).lossless
+    assert not engine.generate_draft(PROMPT, max_new_tokens=8).lossless
 
 
 def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_adapter, architecture):

