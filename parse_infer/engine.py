@@ -398,7 +398,7 @@ class ParseEngine:
         target = self.target
         prompt_ids = target.render(prompt)
         draft = TextDrafter(response, target, prompt, finished).propose([], sys.maxsize).ids
-        needed = len(prompt_ids) + len(draft) + self.backend.probe_tokens
+        needed = len(prompt_ids) + len(draft) + self.backend.tokens_after_draft
         if needed > target.window:
             raise PromptError(
                 f"Prompt, response and probe have {needed} tokens, beyond the context window of {target.name!r} "
@@ -406,7 +406,7 @@ class ParseEngine:
             )
         cuts = None
         if cut_policy is not None:
-            cuts = Segmenter(target.tokenizer, cut_policy, self.backend.probe_tokens).cuts(draft)
+            cuts = Segmenter(target.tokenizer, cut_policy, self.backend.tokens_after_draft).cuts(draft)
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
         answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))

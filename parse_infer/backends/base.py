@@ -35,7 +35,7 @@ class Backend(Protocol):
         adaptive: default for `GenerationSettings.adaptive`.
         falls_back: if the drafts or the judge fail, the target answers alone (`Generation.fallback`). False, for
             measurements: the request fails.
-        probe_tokens: tokens to leave free for the probe in the target's window, after a draft.
+        tokens_after_draft: tokens that a judge needs in the target's window after a draft.
     """
 
     threshold: float | None
@@ -63,7 +63,7 @@ class Backend(Protocol):
     def deterministic(self) -> bool: ...
 
     @property
-    def probe_tokens(self) -> int: ...
+    def tokens_after_draft(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
         """The backend's models, as a calibration file records them."""

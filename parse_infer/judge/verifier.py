@@ -6,17 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.judge import Judge, Reading, Verdict
-from parse_infer.judge.probe.packing import probes, readout_index
-from parse_infer.models.architecture import text_config
+from parse_infer.judge.probe.packed_check import check_packed_pass
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.text.cuts import Segmenter
@@ -69,7 +66,7 @@ class Verifier:
 
     def __init__(self, decoder: Decoder, judge: Judge | None, segmenter: Segmenter) -> None:
         enable_split_attention(decoder.model)
-        _check_packed_pass(decoder.model)
+        check_packed_pass(decoder.model)
         self.decoder, self.judge, self.segmenter = decoder, judge, segmenter
         self.scorer = None if judge is None else judge.scorer(segmenter.tokenizer, decoder.eos_ids, decoder.model)
 
@@ -149,39 +146,3 @@ class Verifier:
                     return position + i - start
             position, chunk = stop, 2 * chunk
         return position - start
-
-
-_checked: WeakSet[PreTrainedModel] = WeakSet()
-
-
-def _check_packed_pass(model: PreTrainedModel) -> None:
-    """Compare two packed probes with two separate passes; raise ValueError if the results differ.
-
-    Some architectures derive positions from the order of tokens (ALiBi, learnt offsets) and would be silently wrong.
-    """
-    if model in _checked:
-        return
-    size = text_config(model).vocab_size
-    tokens = [i % size for i in (1, 2, 3, 5, 7, 11, 13, 17)]
-    context, draft, probe = tokens[:3], tokens[3:6], tokens[6:]
-    packed = Decoder(model, ())
-    packed.seek(context)
-    output = packed.forward(draft, probes(probe, [4, 6], 6, model.device))
-    with torch.inference_mode():
-        pairs = [(packed.logits(output.hidden[-1]), _last_logits(model, context + draft))]
-        states = output.trailing[readout_index(2, len(probe))]
-        for row, visible in enumerate((4, 6)):
-            pairs.append((packed.logits(states[row]), _last_logits(model, (context + draft)[:visible] + probe)))
-    limit = 1e-3 if model.dtype == torch.float32 else 0.1
-    for ours, own in pairs:
-        difference = (ours.float() - own.float()).norm() / own.float().norm().clamp_min(1e-6)
-        if not difference <= limit:
-            raise ModelError(
-                f"{type(model).__name__} gives other results for packed probes than for separate ones (relative "
-                f"difference {difference:.1e}): its positions do not follow position_ids; choose another target"
-            )
-    _checked.add(model)
-
-
-def _last_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]

@@ -164,6 +164,11 @@ class Segmenter:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self._decode(self._anchor)
 
+    @property
+    def max_probe_tokens(self) -> int:
+        """Tokens of the probes behind all cuts of a draft."""
+        return self.probe_tokens * self.policy.max_cuts
+
     def cuts(self, draft_ids: Sequence[int]) -> list[int]:
         """Return strictly increasing token offsets in 1..len(draft_ids), ending with len(draft_ids); [] if empty.
 

@@ -15,6 +15,7 @@ import torch
 
 from parse_infer.backends.local.describe import describe_drafter, describe_models
 from parse_infer.backends.local.pair import LocalModelPair
+from parse_infer.backends.local.written import written
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
 from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate
@@ -31,14 +32,12 @@ from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
 from parse_infer.models.token_map import token_map
-from parse_infer.models.token_sampling import random_generator
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.request.events import Event, Interrupted, Resumed
 from parse_infer.request.output import Source
 from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
-from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
@@ -190,7 +189,8 @@ class LocalBackend:
         self.threshold: float | None = judge.config.threshold if judge is not None else None
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
-        self.segmenter = Segmenter(target.tokenizer, cut_policy, self.probe_tokens)
+        probe_tokens = 0 if judge is None else len(judge.probe.ids)
+        self.segmenter = Segmenter(target.tokenizer, cut_policy, probe_tokens)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
         self._current: Request | None = None
@@ -205,8 +205,8 @@ class LocalBackend:
         return self.target.model.dtype == torch.float32
 
     @property
-    def probe_tokens(self) -> int:
-        return 0 if self.judge is None else len(self.judge.probe.ids)
+    def tokens_after_draft(self) -> int:
+        return self.segmenter.probe_tokens
 
     def describe(self) -> dict[str, Any]:
         return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
@@ -272,7 +272,10 @@ class LocalBackend:
         self, request: Request, plan: Plan, source: DraftSource, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
         source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
-        pair: ModelPair[Any] = LocalModelPair(self, request, plan, source)
+        length = self.block_lengths[plan.measured_as]
+        pair: ModelPair[Any] = LocalModelPair(
+            request, plan, source, self.target, self.verifier, self.target_drafter, length
+        )
         events = speculate(pair if wrap is None else wrap(pair, request), request)
         async with aclosing(self._accounted(request, events, source)) as accounted:
             async for event in accounted:
@@ -361,28 +364,7 @@ class LocalBackend:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer that one model writes: Resumed for each token."""
         model.decoder.seek(request.prompt_ids)
-        for token in self.decode(model, request, drafter, role):
+        for token in written(model, request, drafter, role):
             yield Resumed(1, request.answer.add([token], role), token)
             if request.answer.is_finished:
                 return
-
-    def decode(
-        self, model: LanguageModel, request: Request, drafter: TokenProposer | None, role: Source, round: int = 1
-    ) -> Iterator[int]:
-        """Yield tokens of `model` for the rest of the answer. The consumer adds each token to the answer; the
-        consumer's work is not timed."""
-        sampling, decoder = request.sampling, model.decoder
-        # Each role and round has its own random numbers, so that the noise behind a rejected token is not reused.
-        generator = random_generator(sampling, decoder.device, role, round)
-        field = "resume_s" if model is self.target else "draft_s"
-        answer = request.answer
-        while answer.remaining_tokens > 0:  # one decode until `min_tokens`, then one up to each end token
-            budget, banned = answer.required or answer.remaining_tokens, answer.banned_ids
-            tokens = speculative_decode(decoder, drafter, budget, sampling, generator, banned)
-            while True:
-                with request.timed(field):
-                    token = next(tokens, None)
-                if token is None:
-                    break
-                yield token
-            decoder.seek(request.context)  # drop tokens read after an ignored end token

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import TYPE_CHECKING
 
-from parse_infer.decoding.block_length import FIRST
+from parse_infer.backends.local.written import written
+from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.decoding.plan import Plan
 from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import Block, DraftSource
-from parse_infer.judge.verifier import Verification
+from parse_infer.judge.verifier import Verification, Verifier
 from parse_infer.models.devices import wait_for
+from parse_infer.models.loading import LanguageModel
 from parse_infer.request.request import Request
+from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.rejected_draft import RejectedDraft
-
-if TYPE_CHECKING:
-    from parse_infer.backends.local.backend import LocalBackend
 
 
 class LocalModelPair:
-    """A `ModelPair` of models in this process. Its methods never suspend."""
+    """A `ModelPair` of models in this process. Its methods never suspend.
 
-    def __init__(self, backend: LocalBackend, request: Request, plan: Plan, source: DraftSource) -> None:
-        self.plan, self.segmenter, self.drafted = plan, backend.segmenter, 0
-        self._backend, self._request, self._source = backend, request, source
-        self._length = backend.block_lengths[plan.measured_as]
+    Args:
+        proposer: token drafter of the target.
+        length: measures costs, and ends the blocks of `Plan.ends_early`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        plan: Plan,
+        source: DraftSource,
+        target: LanguageModel,
+        verifier: Verifier,
+        proposer: TokenProposer | None,
+        length: BlockLength,
+    ) -> None:
+        self.plan, self.segmenter, self.drafted = plan, verifier.segmenter, 0
+        self._request, self._source, self._target, self._verifier = request, source, target, verifier
+        self._proposer, self._length = proposer, length
         self._first = FIRST if plan.streamed and plan.ends_early else None
         self._block = Block([])
         self._paused = False  # this round: the target writes alone
 
     def max_draft_tokens(self) -> int:
         """The remaining budget, or the window minus context and one probe if that is less."""
-        left = self._backend.target.window - self._backend.probe_tokens - len(self._request.context)
+        probe = self.segmenter.probe_tokens if self.plan.judged == "cut" else 0
+        left = self._target.window - probe - len(self._request.context)
         return min(self._request.answer.remaining_tokens, left)
 
     async def propose(self, round: int) -> Sequence[int]:
@@ -60,28 +74,27 @@ class LocalModelPair:
 
     def _min_tokens(self) -> int:
         """Target tokens that an answer's first block must have, so that the judge can tell whether it knows it."""
-        scorer = self._backend.verifier.scorer
+        scorer = self._verifier.scorer
         if scorer is None or self.plan.judged != "token" or not self.plan.ends_early:
             return 0
         return scorer.first_tokens if self._request.carried.usual is None else 0
 
     async def verify(self, draft: Sequence[int]) -> Verification:
         """Run one target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
-        backend, request = self._backend, self._request
-        decoder, context, begin = backend.target.decoder, request.context, time.perf_counter()
-        probes = backend.probe_tokens * self.segmenter.policy.max_cuts
-        decoder.reserve(len(context), request.answer.remaining_tokens + probes)
+        request, verifier = self._request, self._verifier
+        decoder, context, begin = self._target.decoder, request.context, time.perf_counter()
+        decoder.reserve(len(context), request.answer.remaining_tokens + self.segmenter.max_probe_tokens)
         decoder.seek(context)
         self._read = len(context) - decoder.cached + len(draft)
         carried = request.carried
-        written = request.answer.ids[carried.tokens :]
+        since = request.answer.ids[carried.tokens :]
         if self.plan.judged is None:
-            verdict = backend.verifier.verify(draft, cuts=[])
+            verdict = verifier.verify(draft, cuts=[])
             wait_for(decoder.device)  # the other verdicts have waited for their numbers
         elif draft and self.plan.judged == "token":
-            verdict = backend.verifier.verify_block(draft, carried, written)
+            verdict = verifier.verify_block(draft, carried, since)
         else:
-            verdict = backend.verifier.verify(draft, None, carried, written)
+            verdict = verifier.verify(draft, None, carried, since)
         self._read_s = time.perf_counter() - begin
         return verdict
 
@@ -89,14 +102,14 @@ class LocalModelPair:
         # In a block, the first rejected token is never the target's choice.
         if verdict.by_token or not self.plan.keeps_greedy_match:
             return 0
-        return self._backend.verifier.greedy_match(draft, verdict, cut)
+        return self._verifier.greedy_match(draft, verdict, cut)
 
     def compact(self, verdict: Verification, kept: Collection[int]) -> Verification:
         return verdict.compact(kept)
 
     def commit(self, draft: Sequence[int], verdict: Verification, kept: int) -> None:
         """Crop the cache. The verification pass supplies the logits of the first resumed token."""
-        decoder, block = self._backend.target.decoder, self._block
+        decoder, block = self._target.decoder, self._block
         decoder.seek(self._request.context)
         if draft and not self.draft_continues(draft, kept, ()):
             decoder.set_next_logits(decoder.logits(verdict.state(kept)))
@@ -119,14 +132,14 @@ class LocalModelPair:
         return len(written) >= 1
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
-        request, proposer = self._request, self._backend.target_drafter
+        request, proposer = self._request, self._proposer
         if self.plan.keeps_greedy_match:  # the rejected draft proposes tokens at no cost
             proposer = RejectedDraft(request.context, rejected, fallback=proposer)
         # Random numbers of each place, so that an answer does not depend on where its blocks end.
         seeded = round if self.plan.block is None else len(request.answer.ids)
         before, seconds = len(request.answer.ids), request.timings.resume_s
         try:
-            for token in self._backend.decode(self._backend.target, request, proposer, "target", seeded):
+            for token in written(self._target, request, proposer, "target", seeded):
                 yield token
         finally:
             if self._paused:

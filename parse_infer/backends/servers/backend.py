@@ -179,7 +179,7 @@ class ServerBackend:
         return known
 
     @property
-    def probe_tokens(self) -> int:
+    def tokens_after_draft(self) -> int:
         return self._target.tokens_after_draft
 
     def describe(self) -> dict[str, Any]:
