@@ -46,7 +46,7 @@ class Plan:
         after_rejection: the target writes one token, a segment, or the rest of the answer.
         keeps_greedy_match: draft tokens after the cut that equal the target's greedy choice are kept.
         pauses: the target writes alone for a while where blocks do not pay.
-        streamed: somebody waits for the first text.
+        streamed: the caller reads the text while it is written.
         replayed: a calibration reuses parts of this answer under other settings.
         falls_back: if drafts or judge fail, the target writes the rest. False: the error is raised.
     """

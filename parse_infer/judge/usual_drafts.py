@@ -1,4 +1,4 @@
-"""Ranges of the target's log-probabilities of drafts: outside them a judge has learnt nothing."""
+"""Feature ranges of the training drafts: the in-distribution check of a judge."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from data_tools.labels.rows import check_row
-from data_tools.tasks.registry import load_task
-from data_tools.tasks.task import Problem
+from data_tools.tasks.registry import TASKS, load_task
+from data_tools.tasks.task import Problem, Split
 
 
 def problem(reference: str) -> Problem:
@@ -54,6 +56,32 @@ def test_gsm_symbolic_needs_the_answer_line():
     assert task.check(problem("12"), "#### 12")
     assert not task.check(problem("12"), "it could be 12")
     assert not task.check(problem("12"), "it could be 12\n####")
+
+
+@dataclass
+class Sums:
+    """A task of a stranger's."""
+
+    largest: int = 9
+    name: str = "sums"
+
+    def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
+        for n in range(self.largest if limit is None else limit):
+            yield Problem(f"{split}-{n}", f"{n} + {n}?", str(2 * n))
+
+    def check(self, problem: Problem, completion: str) -> bool:
+        return completion.endswith(problem.reference)
+
+
+def test_a_registered_task_has_options_and_excludes_prompts(monkeypatch, tmp_path):
+    monkeypatch.setitem(TASKS, "sums", Sums)
+    (tmp_path / "seen.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}))
+    task = load_task("sums", largest=3, exclude=str(tmp_path / "seen.jsonl"))
+    problems = list(task.problems("train"))
+    assert [p.prompt for p in problems] == ["0 + 0?", "2 + 2?"]
+    assert task.check(problems[1], "It is 4") and not task.check(problems[1], "It is 5")
+    with pytest.raises(ValueError, match="task sums has no option 'larges'; did you mean 'largest'"):
+        load_task("sums", larges=3)
 
 
 def test_gsm8k_reads_the_original_format(tmp_path):

@@ -1,0 +1,81 @@
+"""A judge without training is one file and one line of the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from parse_infer.engine import ParseEngine
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.carried import Carried, TokenScores
+from parse_infer.judge.judge import Reading, Verdict, token_verdict
+from parse_infer.judge.min_p import MinP
+from parse_infer.judge.probe.head import Probe
+from parse_infer.judge.registry import RULES, find_rule
+from parse_infer.judge.token_logprobs import TokenLogprobs
+
+PROMPT = "Tom has 5 apples."
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keep draft tokens among the target's first `k` choices: a rule of a stranger's."""
+
+    k: float = 3
+
+    def load(self, tokenizer: Any, model: object = None) -> TopKJudge:
+        return TopKJudge(tokenizer, int(self.k))
+
+
+class TopKJudge:
+    by_token, whole_drafts, first_tokens = True, False, 0
+    probe, fingerprint = Probe((), ""), "top-k"
+
+    def __init__(self, tokenizer: Any, k: int) -> None:
+        self.k = k
+        reference = MinP().load(tokenizer).config.logprobs
+        self.config = ValidityConfig(probe_ids=(), probe_text="", target={}, logprobs=reference, threshold=0.5)
+
+    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> TopKJudge:
+        return self
+
+    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+        return None
+
+    def score(self, reading: Reading, carried: Carried) -> Verdict:
+        def scores(found: TokenLogprobs) -> TokenScores:
+            outside = (found.ids[:, None] != found.top_ids[:, : self.k]).all(-1).float() * 20
+            doubt = torch.cat([outside.new_tensor([max(carried.doubt, 0.0)]), outside]).cummax(0).values[1:]
+            return TokenScores(10 - doubt, doubt)
+
+        return token_verdict(reading, self.k, scores, torch.sigmoid)
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    monkeypatch.setitem(RULES, "top_k", TopK)  # the line of the registry
+    return find_rule("top_k:k=4")
+
+
+def test_a_registered_judge_answers_in_this_process_and_over_servers(make_engine, connect, rule):
+    given = make_engine()
+    engine = ParseEngine.from_models(given.target, given.draft, rule.load(given.target.tokenizer))
+    coordinator, *_ = connect(engine)
+    for settings in ({}, {"block_tokens": 6}, {"block_tokens": "whole"}):
+        found = [each.generate(PROMPT, max_new_tokens=30, **settings) for each in (engine, coordinator)]
+        assert found[0].token_ids == found[1].token_ids and found[0].stats.accepted_tokens
+    assert engine.score(PROMPT, "He has 5.").validity is not None
+
+
+def test_names_and_options_are_read(rule):
+    assert rule == TopK(k=4) and find_rule("top_k") == TopK() and find_rule(None) is None
+    with pytest.raises(ValueError, match="'top' is not a judge; did you mean 'top_k'"):
+        find_rule("top")
+    with pytest.raises(ValueError, match="'kk' is no option of the judge top_k"):
+        find_rule("top_k:kk=1")
+    with pytest.raises(ValueError, match="k of the judge top_k is 'many'; it must be a number"):
+        find_rule("top_k:k=many")
