@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from parse_infer.backends.base import Backend
-from parse_infer.backends.build_options import builder, check_options
+from parse_infer.backends.build_options import builder, check_arguments, check_backend_options
 from parse_infer.calibration.schema import Calibration, resolve_risk
 from parse_infer.decoding.adaptive import Controller, InFlight
 from parse_infer.decoding.loop import PairWrapper, segments_of
@@ -99,7 +99,7 @@ class ParseEngine:
         from parse_infer.backends.local.backend import LocalBackend
         from parse_infer.models.loading import LanguageModel
 
-        check_options(options, LocalBackend, ("threshold",))
+        check_arguments(options, LocalBackend, ("threshold",))
         for role, model in (("target", target), ("draft", draft)):
             if not isinstance(model, LanguageModel) and (model is not None or role == "target"):
                 raise SettingsError(f"{role} is a {type(model).__name__}; give LanguageModel(name, model, tokenizer).")
@@ -126,15 +126,15 @@ class ParseEngine:
             calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
             cut_policy: where to cut drafts, such as "sentence" or "tokens:4"; None takes the adapter's policy. A
                 calibration holds for one policy only.
-            options: further arguments of `parse_infer.backends.local.backend.load_backend` (device, dtype, judge,
-                target_drafter, …) or of `parse_infer.backends.servers.options.ServerOptions` (target_url, …).
+            options: fields of `parse_infer.backends.local.options.LocalOptions` (device, dtype, judge, …) or
+                `parse_infer.backends.servers.options.ServerOptions` (target_url, draft_url, judge, …).
 
         Raises:
             ValueError: models and adapter do not match, or an argument is invalid.
             OSError: a model file is missing or damaged, or no server of a model responds.
         """
-        build = builder(backend)
-        check_options(options, build, ("backend", "threshold"))
+        build, _ = builder(backend)
+        check_backend_options(options, backend)
         if threshold is not None:
             check_threshold(threshold)
         options |= {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -13,43 +13,40 @@ from parse_infer.suggest import suggestion
 BACKENDS = ("local", "vllm")
 
 
-def builder(backend: str) -> Callable[..., Any]:
-    """Return `load_backend` or `connect_backend`; raise SettingsError for an unknown name."""
+def builder(backend: str) -> tuple[Callable[..., Any], type[Any]]:
+    """Return the function that builds a backend, and the dataclass of its options.
+
+    Raises SettingsError for an unknown name.
+    """
     if backend not in BACKENDS:
         raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
     if backend == "vllm":
         from parse_infer.backends.servers.backend import connect_backend
+        from parse_infer.backends.servers.options import ServerOptions
 
-        return connect_backend
-    from parse_infer.backends.local.backend import load_backend
+        return connect_backend, ServerOptions
+    from parse_infer.backends.local.load import load_backend
+    from parse_infer.backends.local.options import LocalOptions
 
-    return load_backend
+    return load_backend, LocalOptions
 
 
-def check_options(names: Iterable[str], build: Callable[..., Any], own: Sequence[str]) -> None:
-    """Raise SettingsError for an option that `build` does not have.
-
-    Args:
-        own: further options of the caller.
-    """
-    known = list(dict.fromkeys([*own, *_arguments(build)]))
+def check_backend_options(names: Iterable[str], backend: str) -> None:
+    """Raise SettingsError for a keyword that `ParseEngine.from_pretrained` does not have with this backend."""
+    own = ("target", "draft", "adapter", "backend", "threshold")
+    known = {name: [*own, *(field.name for field in fields(builder(name)[1]))] for name in BACKENDS}
     for name in names:
-        if name in known:
+        if name in known[backend]:
             continue
-        for backend in BACKENDS:
-            if build is not builder(backend) and name in _arguments(builder(backend)):
-                raise SettingsError(
-                    f"{name!r} is an option of the backend {backend!r} only: omit it, or give backend."
-                )
-        raise SettingsError(f"{name!r} is not an option; {suggestion(name, known)}")
+        for other in BACKENDS:
+            if name in known[other]:
+                raise SettingsError(f"{name!r} is an option of the backend {other!r} only: omit it, or give backend.")
+        raise SettingsError(f"{name!r} is not an option; {suggestion(name, known[backend])}")
 
 
-def _arguments(build: Callable[..., Any]) -> list[str]:
-    """Names of the arguments of `build`; in the place of `**options`, the fields of `ServerOptions`."""
-    parameters = inspect.signature(build).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    if len(names) == len(parameters):
-        return names
-    from parse_infer.backends.servers.options import ServerOptions
-
-    return [*names, *(field.name for field in fields(ServerOptions))]
+def check_arguments(names: Iterable[str], build: Callable[..., Any], own: Iterable[str]) -> None:
+    """Raise SettingsError for a keyword that is neither an argument of `build` nor in `own`."""
+    known = [*own, *inspect.signature(build).parameters]
+    for name in names:
+        if name not in known:
+            raise SettingsError(f"{name!r} is not an option; {suggestion(name, known)}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
-from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -16,7 +14,7 @@ import torch
 from parse_infer.backends.local.describe import describe_drafter, describe_models
 from parse_infer.backends.local.pair import LocalModelPair
 from parse_infer.backends.local.written import written
-from parse_infer.calibration.schema import Calibration, shipped_calibration
+from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
 from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate
 from parse_infer.decoding.plan import Judging, Plan
@@ -24,15 +22,10 @@ from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, PromptError, SettingsError
-from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.judge import Judge
-from parse_infer.judge.registry import find_rule
 from parse_infer.judge.verifier import Verification, Verifier
 from parse_infer.models.environment import describe_machine
-from parse_infer.models.loading import LanguageModel, find_model, load_language_model
-from parse_infer.models.names import resolve
-from parse_infer.models.token_map import token_map
-from parse_infer.models.train_problems import train_problems_of
+from parse_infer.models.loading import LanguageModel
 from parse_infer.request.events import Event, Interrupted, Resumed
 from parse_infer.request.output import Source
 from parse_infer.request.request import Request
@@ -40,114 +33,11 @@ from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.proposer import TokenProposer
-from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
 from parse_infer.text.cuts import CutPolicy, Segmenter
 
 log = logging.getLogger("parse_infer.backends")
 
-AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
 T = TypeVar("T")
-
-
-def load_backend(
-    target: str | Path,
-    draft: str | Path | None = None,
-    adapter: str | Path | None = None,
-    *,
-    gguf_file: str | None = None,
-    judge: str | None = None,
-    target_drafter: str | None = AUTO,
-    cut_policy: CutPolicy | None = None,
-    calibration: str | Path | None = None,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype = "auto",
-    draft_dtype: str | torch.dtype | None = None,
-    torch_compile: bool = False,
-    template_options: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
-    quantization_config: Any = None,
-    draft_quantization_config: Any = None,
-    attn_implementation: str | None = None,
-) -> LocalBackend:
-    """Load a `LocalBackend`; the arguments of `ParseEngine.from_pretrained` with backend="local".
-
-    Args:
-        target, draft, adapter: Hugging Face ids, folders or names of embedded models ("zoo:target", …). A model may
-            also be a GGUF file, "smollm2" or a LoRA (`parse_infer.models.names`).
-        gguf_file: as in transformers, the target's file in its folder or repository.
-        judge: a judge without training, instead of an adapter: "min_p", "min_p:ratio=0.3" (keep draft tokens at least
-            0.3 times as likely as the target's first choice) or "zero_shot" (ask the target); see
-            `parse_infer.judge.registry`. Without adapter and judge, answers are lossless speculation.
-        target_drafter: token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder
-            or id of a head (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled
-            tokens keep their distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the
-            target. None: no token drafter.
-        cut_policy: where to cut drafts; None takes the judge's training policy.
-        calibration: file written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any.
-        dtype: "auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits.
-        draft_dtype: of the draft model; None: `dtype`. "int8", on a CPU, takes half of bfloat16's memory.
-        torch_compile: on a GPU, compile the decode steps of both models. They get faster, small models most; the
-            first answers take up to a minute each (`parse_infer.models.cuda_graphs`).
-        template_options: options of the chat templates, such as {"enable_thinking": False}.
-        revision, draft_revision: branch, tag or commit of a model on the Hugging Face Hub.
-        device_map: as in transformers, the devices of the target's layers, instead of `device` ("auto" divides it
-            among all GPUs). The draft model goes to the first of them.
-        quantization_config, draft_quantization_config: as in transformers, such as `BitsAndBytesConfig`. For weights
-            that are stored quantised, the configuration is in their folder.
-        attn_implementation: "sdpa" only. The verification pass has an attention function of its own, which calls
-            PyTorch's kernels, with flash attention where a GPU has it.
-
-    Raises ValueError or OSError with one sentence for missing, damaged or mismatched files.
-    """
-    rule = find_rule(judge, adapter)
-    if attn_implementation not in (None, "sdpa"):
-        raise SettingsError(
-            f"attn_implementation is {attn_implementation!r}, but the verification pass has an attention function of "
-            "its own, which calls PyTorch's kernels, with flash attention where a GPU has it: omit it, or give 'sdpa'"
-        )
-    promises = None if calibration is None else Calibration.load(calibration)
-    if gguf_file is not None:
-        target = target / gguf_file if isinstance(target, Path) else f"{target.rstrip('/')}/{gguf_file}"
-    find_model(target)  # fail on a wrong name before loading the first model
-    if draft is not None:
-        find_model(draft)
-    if adapter is not None:
-        adapter = resolve(adapter)
-    if target_drafter not in (None, AUTO):
-        check_token_drafter("target_drafter", target_drafter, has_draft=draft is not None)
-    load = partial(
-        load_language_model,
-        torch_compile=torch_compile,
-        template_options=template_options,
-        trust_remote_code=trust_remote_code,
-    )
-    how = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
-    loaded = load(target, role="target", dtype=dtype, device=device, **how)
-    loaded_judge: Judge | None = None
-    if adapter is not None:
-        loaded_judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
-    elif rule is not None:
-        loaded_judge = rule.load(loaded.tokenizer, loaded.model)
-    draft_model = None
-    if draft is not None:
-        place = device if device_map is None else loaded.model.device
-        how = {"revision": draft_revision, "quantization_config": draft_quantization_config}
-        draft_model = load(draft, role="draft", dtype=draft_dtype or dtype, device=place, **how)
-    if target_drafter == AUTO:
-        known = draft_model is not None and token_map(draft_model.tokenizer, loaded.tokenizer) is not None
-        target_drafter = "draft" if known else None
-    return LocalBackend(
-        loaded,
-        draft_model,
-        loaded_judge,
-        target_drafter=load_token_drafter(target_drafter, loaded, draft_model) if target_drafter else None,
-        cut_policy=cut_policy,
-        calibration=shipped_calibration(adapter) if promises is None else promises,
-        train_problems=train_problems_of(target, draft),
-    )
 
 
 class LocalBackend:

@@ -120,7 +120,7 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
 def test_impossible_options_are_refused_before_a_model_loads(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setenv("PARSE_VLLM_PYTHON", "/nowhere/python")
     monkeypatch.setattr(
-        "parse_infer.backends.local.backend.load_backend", lambda *_, **__: pytest.fail("models were loaded")
+        "parse_infer.backends.local.load.load_backend", lambda *_, **__: pytest.fail("models were loaded")
     )
     assert main(arguments) == 2
     said = capsys.readouterr().err

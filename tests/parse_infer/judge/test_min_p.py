@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from parse_infer.backends.local.backend import load_backend
+from parse_infer.backends.local.load import load_backend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.min_p import MinPJudge, lowest_ratios
