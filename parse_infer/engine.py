@@ -218,7 +218,7 @@ class ParseEngine:
         drafts = with_drafts(batch, is_list, draft_text)
         settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
-            prepared = [self.events(p, settings, d, watched=False) for p, d in zip(batch, drafts, strict=True)]
+            prepared = [self.events(p, settings, d, streamed=False) for p, d in zip(batch, drafts, strict=True)]
             found = list(self.collect(prepared))
         return found if is_list else found[0]
 
@@ -236,7 +236,7 @@ class ParseEngine:
         batch, is_list = as_batch(prompts)
         settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
-            prepared = [self.events(p, settings, alone=True, speculate=speculate, watched=False) for p in batch]
+            prepared = [self.events(p, settings, alone=True, speculate=speculate, streamed=False) for p in batch]
             found = list(self.collect(prepared))
         return found if is_list else found[0]
 
@@ -262,17 +262,17 @@ class ParseEngine:
         settings: GenerationSettings | Mapping[str, Any] | None = None,
         draft_text: str | None = None,
         *,
-        watched: bool = True,
+        streamed: bool = True,
         **overrides: Any,
     ) -> Iterator[Event]:
         """Answer one prompt and yield its events: Drafted, Verified, Accepted, Resumed (for each token), Done.
 
         This call raises the errors of `generate`; the iterator does not. With the local backend another request to
-        the engine ends this stream. `watched` is as in `events`.
+        the engine ends this stream. `streamed` is as in `events`.
         """
         settings = GenerationSettings.of(settings, **overrides)
         with self.backend.turn():
-            return self._steps(self.events(prompt, settings, draft_text, watched=watched))
+            return self._steps(self.events(prompt, settings, draft_text, streamed=streamed))
 
     def stream_target(
         self,
@@ -293,7 +293,7 @@ class ParseEngine:
         *,
         alone: bool = False,
         speculate: bool = False,
-        watched: bool = True,
+        streamed: bool = True,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of one answer, `Done` last. All methods that generate use this generator.
 
@@ -301,7 +301,7 @@ class ParseEngine:
             draft_text: a draft to use, or an already tokenized `TextDrafter`.
             alone: the target writes the answer, without a draft.
             speculate: with `alone`, see `generate_target`.
-            watched: False lets servers send all tokens at once and the first block be long, which costs less.
+            streamed: False lets servers send all tokens at once and the first block be long, which costs less.
 
         This call raises the ValueErrors of `generate`. On servers the iterator raises OSError if no server responds.
         """
@@ -310,27 +310,27 @@ class ParseEngine:
         backend, replayed = self.backend, self.pair_wrapper is not None
         if alone:
             request.lossless = True
-            return self._answer(request, backend.alone(request, speculate, watched), None)
+            return self._answer(request, backend.alone(request, speculate, streamed), None)
         if self._accepts_nothing and settings.threshold is None and settings.risk is None and settings.mode != "exact":
             warnings.warn(_ACCEPTS_NOTHING, stacklevel=2)
         source = self._source(request, draft_text)
         if isinstance(source, PromptError):
-            return self._answer(request, self._refused(request, source, watched), None)
-        plan = backend.plan(request, source, streamed=watched, replayed=replayed)
+            return self._answer(request, self._refused(request, source, streamed), None)
+        plan = backend.plan(request, source, streamed=streamed, replayed=replayed)
         request.lossless = plan.lossless
         events = backend.with_draft(request, plan, source, self.pair_wrapper)
         adaptive = self.adaptive if request.settings.adaptive is None else request.settings.adaptive
         chooses = adaptive and draft_text is None and plan.drafts
-        return self._answer(request, events, backend.alone(request, True, watched) if chooses else None)
+        return self._answer(request, events, backend.alone(request, True, streamed) if chooses else None)
 
-    async def _refused(self, request: Request, error: PromptError, watched: bool) -> AsyncGenerator[Event, None]:
+    async def _refused(self, request: Request, error: PromptError, streamed: bool) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer whose prompt the draft model refuses: the target writes it."""
         if self.pair_wrapper is not None or not self.backend.falls_back:  # a measurement
             raise error
         request.fallback, request.lossless = "draft_refused", True
         # A chat template may quote the prompt in its message, which stays out of the log.
         log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
-        async with aclosing(self.backend.alone(request, True, watched)) as events:
+        async with aclosing(self.backend.alone(request, True, streamed)) as events:
             async for event in events:
                 yield event
 

@@ -107,7 +107,7 @@ def _generations(engine: ParseEngine, rows: Sequence[PromptRow], settings: Gener
     def prepared() -> Iterator[AsyncGenerator[Event, None]]:
         for row in rows:
             with row.located():
-                events = engine.events(row.prompt, settings, row.draft, watched=False)
+                events = engine.events(row.prompt, settings, row.draft, streamed=False)
             yield events
 
     yield from engine.collect(prepared())

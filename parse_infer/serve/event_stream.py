@@ -34,7 +34,7 @@ class RequestedAnswers:
     settings: Sequence[GenerationSettings]
     draft_text: str | None = None
     alone: bool = False
-    watched: bool = True
+    streamed: bool = True
 
     def __len__(self) -> int:
         return len(self.prompts) * len(self.settings)
@@ -51,7 +51,7 @@ class RequestedAnswers:
                 raise ApiError(400, str(error), code) from error
             tokens = len(ids)
             jobs += [
-                (Job(rendered, settings, self.draft_text, self.alone, self.watched), tokens)
+                (Job(rendered, settings, self.draft_text, self.alone, self.streamed), tokens)
                 for settings in self.settings
             ]
         return jobs

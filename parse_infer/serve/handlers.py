@@ -86,7 +86,7 @@ class RequestHandler:
         settings, unpromised = self._settings(body)
         if unpromised is not None:
             warnings.append(f"no risk promise covers this answer: {unpromised}")
-        requested = RequestedAnswers(body.prompts, settings, body.draft_text, body.alone, watched=bool(body.stream))
+        requested = RequestedAnswers(body.prompts, settings, body.draft_text, body.alone, streamed=bool(body.stream))
         writer = AnswerWriter(shape, body, self.model, warnings, unpromised, self._note)
         events = answers(self.runner, self.queue, self.metrics, requested, self._audit)
         return CancellableResponse(

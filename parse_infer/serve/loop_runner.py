@@ -73,7 +73,7 @@ class LoopRunner(Runner):
         if (text := job.draft_text) is not None:
             draft = await self.ask(lambda own: TextDrafter(text, own, job.prompt), len(text))
         try:
-            events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, watched=job.watched)
+            events = self._engine.events(job.prompt, job.settings, draft, alone=job.alone, streamed=job.streamed)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         with _server_errors():

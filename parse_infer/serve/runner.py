@@ -36,7 +36,7 @@ class Job:
 
     Attributes:
         alone: the target answers without a draft.
-        watched: the client streams; else all events may come at the end.
+        streamed: the client streams; else all events may come at the end.
         audit: not a client's: `Runner.running` leaves it out.
     """
 
@@ -44,7 +44,7 @@ class Job:
     settings: GenerationSettings
     draft_text: str | None = None
     alone: bool = False
-    watched: bool = True
+    streamed: bool = True
     audit: bool = False
 
 

@@ -95,7 +95,7 @@ class ThreadRunner(Runner):
             try:
                 with self._backend.cancellable(lambda run=run: run.unwanted):  # type: ignore[misc]
                     for event in self._events(run.job):
-                        run.post(Moment(event, time.perf_counter()), now=run.job.watched)
+                        run.post(Moment(event, time.perf_counter()), now=run.job.streamed)
                 run.post()
             except Interrupted:
                 pass
@@ -108,7 +108,7 @@ class ThreadRunner(Runner):
         try:
             if job.alone:
                 return self._engine.stream_target(job.prompt, job.settings)
-            return self._engine.stream(job.prompt, job.settings, job.draft_text, watched=job.watched)
+            return self._engine.stream(job.prompt, job.settings, job.draft_text, streamed=job.streamed)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
 

@@ -150,11 +150,11 @@ class ReplicaPool:
         max_tokens: int,
         settings: dict[str, Any],
         lease: Lease | None = None,
-        watched: bool = True,
+        streamed: bool = True,
         confidences: list[float] | None = None,
         silence_s: float | None = None,
     ) -> AsyncGenerator[list[int], None]:
-        """Yield at most `max_tokens` tokens after `ids`: streamed if `watched`, else all at once, which costs less.
+        """Yield at most `max_tokens` tokens after `ids`: streamed if `streamed`, else all at once, which costs less.
 
         Args:
             silence_s: how long a streaming server may send nothing.
@@ -162,7 +162,7 @@ class ReplicaPool:
 
         Raises as `ask` does.
         """
-        if not watched:
+        if not streamed:
             body = self._body(ids, max_tokens, settings, lease)
             yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
             return

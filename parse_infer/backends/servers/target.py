@@ -149,18 +149,18 @@ class Target:
         server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
 
     async def written(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, streamed: bool
     ) -> AsyncGenerator[int, None]:
         """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
-            watched: stream the tokens; else they come all at once, which costs less.
+            streamed: stream the tokens; else they come all at once, which costs less.
 
         Raises Failing if a server ends an unfinished answer without a token.
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, lease, watched)) as tokens:
+            async with aclosing(self._written_once(request, round, lease, streamed)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
@@ -168,12 +168,12 @@ class Target:
                 raise Failing("a target server has ended an answer without a token")
 
     async def _written_once(
-        self, request: Request, round: int, lease: Lease | None, watched: bool
+        self, request: Request, round: int, lease: Lease | None, streamed: bool
     ) -> AsyncGenerator[int, None]:
         settings = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
-        if not watched:
+        if not streamed:
             settings |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, request.answer.remaining_tokens, settings, lease, watched)
+        written = self.servers.written(request.context, request.answer.remaining_tokens, settings, lease, streamed)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):

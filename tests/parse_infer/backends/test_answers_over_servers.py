@@ -143,7 +143,7 @@ def test_many_prompts_are_taken_as_they_are_needed(engine, connect, over_servers
     def prepared():
         for prompt in PROMPTS * 5:
             taken.append(prompt)
-            yield coordinator.events(prompt, GenerationSettings(6), watched=False)
+            yield coordinator.events(prompt, GenerationSettings(6), streamed=False)
 
     found = coordinator.collect(prepared())
     texts = [next(found).text]
@@ -225,14 +225,14 @@ def test_a_server_without_token_ids_gets_text(engine, connect):
 
 
 @pytest.mark.parametrize("fault", ["500", "cut", "gone", "half", "nonsense"])
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_failed_stream_is_retried_without_repeating_a_token(engine, connect, fault, watched):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_failed_stream_is_retried_without_repeating_a_token(engine, connect, fault, streamed):
     coordinator, targets, _ = connect(engine, n_targets=2)
     settings = {"max_new_tokens": 60, "threshold": partial_threshold(engine), "block_tokens": 12}
     wanted = engine.generate(PROMPT, **WHOLE | settings)
     for server in targets:
         server.faults.extend([None, fault, None, fault])
-    if watched:
+    if streamed:
         *events, done = coordinator.stream(PROMPT, **settings)
         assert same(done.generation, wanted)
         assert "".join(e.text for e in events if isinstance(e, (Accepted, Resumed))) == wanted.text

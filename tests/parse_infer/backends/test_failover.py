@@ -87,8 +87,8 @@ def test_a_server_is_unhealthy_after_several_missed_health_checks(engine, connec
     assert soon(coordinator, lambda: not server.healthy)
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, watched):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, streamed):
     """As where a machine is gone: no connection breaks, but nothing comes any more."""
     monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     coordinator, targets, _ = connect(engine, n_targets=2)
@@ -101,7 +101,7 @@ def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect,
             *_, done = [
                 e
                 async for e in coordinator.events(
-                    PROMPT, GenerationSettings(max_new_tokens=8), alone=True, watched=watched
+                    PROMPT, GenerationSettings(max_new_tokens=8), alone=True, streamed=streamed
                 )
             ]
         return done.generation.token_ids

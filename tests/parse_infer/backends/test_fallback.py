@@ -38,12 +38,12 @@ def warnings(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("block_tokens", ["whole", 12])
-@pytest.mark.parametrize("watched", [True, False])
-def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, block_tokens, watched):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_without_a_draft_server_the_target_answers_alone_at_once(engine, connect, caplog, block_tokens, streamed):
     coordinator, _, draft = connect(engine, patience_s=LONG_S)
     draft.offline = True
     begun = time.monotonic()
-    if watched:
+    if streamed:
         *_, done = coordinator.stream(PROMPT, **SETTINGS, block_tokens=block_tokens)
         found = done.generation
     else:

@@ -42,8 +42,8 @@ def test_a_request_that_times_out_is_sent_once(engine, connect, fields):
     assert len(target.bodies) == 1
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_request_that_is_silent_beyond_a_given_limit_is_tried_once_more(engine, watched):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_request_that_is_silent_beyond_a_given_limit_is_tried_once_more(engine, streamed):
     with serving(FakeServer(engine.target)) as server:
         server.faults.extend(["hangs"] * 5)
 
@@ -52,7 +52,7 @@ def test_a_request_that_is_silent_beyond_a_given_limit_is_tried_once_more(engine
             try:
                 await pool.handshake()
                 settings = {"stop_token_ids": [], "temperature": 0}
-                async for _ in pool.written([1, 2], 4, settings, watched=watched):
+                async for _ in pool.written([1, 2], 4, settings, streamed=streamed):
                     pass
             finally:
                 await pool.aclose()

@@ -285,7 +285,7 @@ def test_the_fastest_setting_that_was_shown_is_promised():
     place = found.promises[0.05]
     assert found.tried[place].bound <= 0.05 < found.tried[place + 1].bound
     assert found.tried[place].speedup == pytest.approx(2 / (2 - place / 60), abs=1e-3)
-    # What may be watched in service: how often answers differed here, or the promise itself where it is about that.
+    # What may be streamed in service: how often answers differed here, or the promise itself where it is about that.
     assert found.disagreement(0.05) == found.tried[place].disagreement == found.tried[place].bound
     assert replace(found, loss="disagreement").disagreement(0.05) == 0.05
     more = replace(found.tried[place], disagreement=0.2)

@@ -282,7 +282,7 @@ def test_the_draft_model_drafts_few_tokens_again(engine):
     assert blocks.stats.draft_tokens < whole.stats.draft_tokens
 
 
-def test_guesses_do_not_change_what_is_drafted(make_block_engine):
+def test_proposals_of_the_last_block_do_not_change_the_next(make_block_engine):
     drafter = make_block_engine(noise=0.05).backend.drafter
     for place in (1, 4, 9):
         drafter.reset(PROMPT, Sampling())
@@ -491,7 +491,7 @@ def test_a_slow_draft_model_writes_short_blocks(engine, monkeypatch):
         assert max(event.n_tokens for event in events if isinstance(event, Drafted)) == longest
 
 
-def test_a_block_that_ends_inside_a_character_goes_on(make_block_engine, make_model):
+def test_a_block_that_ends_inside_a_character_continues(make_block_engine, make_model):
     """The draft model writes a character of two tokens in blocks of one token, for a target with other tokens."""
     words = word_tokenizer()
     plain = make_model("llama", seed=15, vocab_size=300, eos_token_id=0)

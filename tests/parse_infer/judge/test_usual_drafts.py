@@ -94,7 +94,7 @@ def test_an_unusual_draft_has_no_validity(make_engine, random_adapter, block_tok
 
 
 @pytest.mark.parametrize("usual", [None, NOTHING])
-def test_a_score_says_that_the_judge_knows_no_such_responses(make_engine, random_adapter, usual):
+def test_a_response_out_of_distribution_is_scored_as_unusual(make_engine, random_adapter, usual):
     engine = make_engine()
     judge = random_adapter(engine.target.model, logprobs=True)
     judge.config.logprobs["usual"] = usual

@@ -374,7 +374,7 @@ def test_a_model_that_ignores_position_ids_is_refused(make_model, make_verifier)
         make_verifier(model.eval())
 
 
-def test_the_output_layer_runs_only_where_it_is_asked(make_model, make_verifier, random_adapter, random_ids):
+def test_the_output_layer_runs_only_where_it_is_needed(make_model, make_verifier, random_adapter, random_ids):
     """Over a large vocabulary it costs more than the probes do: without `TokenDoubt` the pass does not need it."""
     model = make_model("llama")
     verifier = make_verifier(model, random_adapter(model, token_rank=0))

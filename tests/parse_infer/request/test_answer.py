@@ -75,7 +75,7 @@ def test_a_continued_text_keeps_its_first_space():
     assert list(left_context("Once", ids)) == []  # a turn of its own begins without a space
 
 
-def test_nothing_of_a_draft_behind_its_end_is_kept(tokenizer):
+def test_nothing_after_the_end_of_a_draft_is_kept(tokenizer):
     answer = Answer(tokenizer, {258}, ["o."], max_tokens=20)
     ids = tokenizer.encode("One two. Three")
     assert tokenizer.decode(answer.truncate(ids, 99)) == "One two."

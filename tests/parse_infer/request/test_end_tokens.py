@@ -123,7 +123,7 @@ def test_what_is_sampled_holds_no_end_too_early(engine, guesses):
             assert len(found.token_ids) >= 12
 
 
-def test_stop_strings_count_behind_the_first_tokens_only(tokenizer):
+def test_stop_strings_count_after_min_tokens_only(tokenizer):
     """As in vLLM: a stop string ends the answer where a later token completes it."""
     ids = tokenizer.encode("ab ab ab ab")
     for least, text in ((0, "ab"), (1, "ab"), (2, "ab ab"), (4, "ab ab"), (5, "ab ab ab"), (11, "ab ab ab ab")):

@@ -47,30 +47,30 @@ def test_an_answer_that_nobody_reads_as_it_is_written_wakes_the_loop_once(make_e
     """And loses no event for that."""
     runner = ThreadRunner(make_engine())
 
-    async def events(watched: bool) -> tuple[list[str], int]:
+    async def events(streamed: bool) -> tuple[list[str], int]:
         loop, woken = asyncio.get_running_loop(), []
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *what: (woken.append(what), wake(*what))[1])
-        job = Job(PROMPTS[0], GenerationSettings(24), watched=watched)
+        job = Job(PROMPTS[0], GenerationSettings(24), streamed=streamed)
         found = [moment.event async for moment in runner.stream(job)]
         assert isinstance(found[-1], Done)
         return [str(event) for event in found[:-1]], len(woken)
 
-    (watched, several), (unwatched, once) = asyncio.run(events(True)), asyncio.run(events(False))
-    assert watched == unwatched and len(watched) > 2
-    assert once == 1 <= several <= len(watched) + 2
+    (streamed, several), (unwatched, once) = asyncio.run(events(True)), asyncio.run(events(False))
+    assert streamed == unwatched and len(streamed) > 2
+    assert once == 1 <= several <= len(streamed) + 2
 
 
 def test_only_a_stream_begins_with_a_short_block(make_engine, monkeypatch):
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)  # not by measured time
     runner = ThreadRunner(make_engine())
 
-    async def first(watched: bool) -> int:
-        job = Job(PROMPTS[0], GenerationSettings(48, mode="exact"), watched=watched)
+    async def first(streamed: bool) -> int:
+        job = Job(PROMPTS[0], GenerationSettings(48, mode="exact"), streamed=streamed)
         async with aclosing(runner.stream(job)) as moments:
             return (await anext(moments)).event.n_tokens
 
-    assert [asyncio.run(first(watched)) for watched in (True, False)] == [FIRST, 48]
+    assert [asyncio.run(first(streamed)) for streamed in (True, False)] == [FIRST, 48]
     runner.close()
 
 

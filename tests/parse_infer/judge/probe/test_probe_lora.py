@@ -129,7 +129,7 @@ def test_the_folder_loads_in_peft(make_model, random_adapter, random_ids, tmp_pa
             assert torch.allclose(model(tokens).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_nothing_is_left_behind(model, random_adapter, random_ids):
+def test_the_model_is_restored(model, random_adapter, random_ids):
     tokens = torch.tensor([random_ids(9)])
     with torch.no_grad():
         before = model(tokens).logits
@@ -143,7 +143,7 @@ def test_nothing_is_left_behind(model, random_adapter, random_ids):
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
 
 
-def test_nothing_is_left_behind_by_an_error(make_model, random_adapter):
+def test_an_error_restores_the_model(make_model, random_adapter):
     model = make_model("llama")
     lora = random_adapter(model).lora
     with pytest.raises(IndexError, match="out of range"), lora.applied(2):
