@@ -309,7 +309,7 @@ class ParseEngine:
         request = self._request(prompt, settings, draft_text is not None)
         backend, replayed = self.backend, self.pair_wrapper is not None
         if alone:
-            request.lossless = True
+            request.plan_as(lossless=True)
             return self._answer(request, backend.alone(request, speculate, streamed), None)
         if self._accepts_nothing and settings.threshold is None and settings.risk is None and settings.mode != "exact":
             warnings.warn(_ACCEPTS_NOTHING, stacklevel=2)
@@ -317,7 +317,7 @@ class ParseEngine:
         if isinstance(source, PromptError):
             return self._answer(request, self._refused(request, source, streamed), None)
         plan = backend.plan(request, source, streamed=streamed, replayed=replayed)
-        request.lossless = plan.lossless
+        request.plan_as(plan.lossless, plan.block_tokens)
         events = backend.with_draft(request, plan, source, self.pair_wrapper)
         adaptive = self.adaptive if request.settings.adaptive is None else request.settings.adaptive
         chooses = adaptive and draft_text is None and plan.drafts
@@ -327,7 +327,8 @@ class ParseEngine:
         """Yield the events of an answer whose prompt the draft model refuses: the target writes it."""
         if self.pair_wrapper is not None or not self.backend.falls_back:  # a measurement
             raise error
-        request.fallback, request.lossless = "draft_refused", True
+        request.fall_back("draft_refused")
+        request.plan_as(lossless=True)
         # A chat template may quote the prompt in its message, which stays out of the log.
         log.warning("the target answers without a draft (draft_refused): the draft model refuses the prompt")
         async with aclosing(self.backend.alone(request, True, streamed)) as events:
@@ -464,7 +465,8 @@ class ParseEngine:
         with self.in_flight(), self._choice() if alone is not None else nullcontext() as answer:
             chosen = events
             if answer is not None and not answer.drafted and alone is not None:
-                chosen, request.lossless = alone, True
+                chosen = alone
+                request.plan_as(lossless=True)
             async with aclosing(chosen):
                 async for event in chosen:
                     if isinstance(event, (Accepted, Resumed)) and event.text:

@@ -77,7 +77,6 @@ PairWrapper = Callable[[ModelPair[Any], Request], ModelPair[Any]]
 async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Event, None]:
     """Yield all events of an answer except `Done`."""
     settings, answer, plan = request.settings, request.answer, pair.plan
-    request.stats.block_tokens = plan.block_tokens
     for round in itertools.count(1):
         strict = len(answer.ids) < settings.strict_tokens  # nothing is drafted yet
 
@@ -91,7 +90,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         with request.timed("verify_s"):
             verdict = await pair.verify(draft)
         if verdict.unusual and request.fallback is None:
-            request.fallback = "unusual_draft"
+            request.fall_back("unusual_draft")
             answer.forget_validity()  # of a first block that was too short to tell
             log.info("out of the judge's training distribution: the rest of the answer is the target's own")
 

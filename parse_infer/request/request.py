@@ -10,7 +10,7 @@ from parse_infer.judge.carried import Carried
 from parse_infer.request.answer import Answer
 from parse_infer.request.events import Accepted
 from parse_infer.request.output import Fallback, Generation, Segment, Statistics, Timings
-from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import Prompt, RenderedPrompt, left_context
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -61,6 +61,20 @@ class Request:
 
     def start(self) -> None:
         self._started = time.perf_counter()
+
+    def plan_as(self, lossless: bool, block_tokens: BlockTokens | None = None) -> None:
+        """Record how the answer is written: `Generation.lossless` and `Statistics.block_tokens`."""
+        self.lossless, self.stats.block_tokens = lossless, block_tokens
+
+    def fall_back(self, reason: Fallback) -> None:
+        """Record that the target writes the rest, and why."""
+        self.fallback = reason
+
+    def count_forwards(self, target: int = 0, draft: int = 0, drafter: int = 0) -> None:
+        """Add forwards of the target, the draft model and the token drafter."""
+        self.stats.target_forwards += target
+        self.stats.draft_forwards += draft
+        self.stats.drafter_forwards += drafter
 
     def note_text(self) -> None:
         """Record that the consumer gets new text now."""

@@ -238,10 +238,7 @@ class LocalBackend:
                     raise RuntimeError(
                         "This stream has ended, because the engine has been given another request since."
                     )
-        stats = request.stats
-        stats.target_forwards, stats.draft_forwards, stats.drafter_forwards = (
-            now - then for now, then in zip(self._forwards(source), before, strict=True)
-        )
+        request.count_forwards(*(now - then for now, then in zip(self._forwards(source), before, strict=True)))
 
     def _forwards(self, source: DraftSource | None) -> tuple[int, int, int]:
         """Forwards so far of the target, of the draft model (or other draft source), and of the token drafter."""

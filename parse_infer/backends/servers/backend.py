@@ -265,7 +265,7 @@ class ServerBackend:
         with self._target.servers.acquire() as at:
             async with aclosing(self._target.written(request, 1, at, streamed)) as tokens:
                 async for token in tokens:
-                    request.stats.target_forwards += 1
+                    request.count_forwards(target=1)
                     yield Resumed(1, request.answer.add([token], "target"), token)
                     if request.answer.is_finished:
                         return

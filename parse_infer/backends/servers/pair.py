@@ -137,7 +137,7 @@ class ServerModelPair:
             if not writing.n:  # the beginning of a draft is a draft too
                 return self._fall_back(error, "no_draft")
         finally:
-            request.stats.draft_forwards += writing.n
+            request.count_forwards(draft=writing.n)
             self.drafted = writing.n
         return writing.draft().ids
 
@@ -148,7 +148,7 @@ class ServerModelPair:
             return Verdict(cuts=[], validity=[])
         if self._prefill is not None:
             await self._prefill
-        request.stats.target_forwards += 1
+        request.count_forwards(target=1)
         begin = time.perf_counter()
         try:
             if target.reads is None:
@@ -191,7 +191,7 @@ class ServerModelPair:
             yield self._choice
         async with aclosing(self._target.written(self._request, round, self._at, self._streamed)) as tokens:
             async for token in tokens:
-                self._request.stats.target_forwards += 1
+                self._request.count_forwards(target=1)
                 yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
@@ -218,7 +218,8 @@ class ServerModelPair:
         gone = reason is None and isinstance(error, Unavailable) and not isinstance(error, Failing)
         if gone or not self.plan.falls_back:
             raise error
-        self._request.fallback = reason = reason or "judge_failed"
+        reason = reason or "judge_failed"
+        self._request.fall_back(reason)
         # A server may quote the request in its message, which stays out of the log.
         why: object = error
         if isinstance(error, RequestRejected):
