@@ -49,7 +49,7 @@ def test_token_drafters_change_no_span(engine, name, block_tokens):
 )
 def test_a_wrong_token_drafter_is_reported_before_models_are_loaded(arguments, message, monkeypatch):
     monkeypatch.setattr(
-        "parse_infer.backends.local.backend.load_language_model", lambda *a, **k: pytest.fail("a model was loaded")
+        "parse_infer.backends.local.load.load_language_model", lambda *a, **k: pytest.fail("a model was loaded")
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         ParseEngine.from_pretrained("zoo:target", **arguments)
