@@ -101,6 +101,7 @@ STARTED = {"vllm"}  # as a program
 FOR_OTHERS = {"antlr4-python3-runtime"}  # for math-verify, whose own extra clashes with that of lm-eval
 
 
+@pytest.mark.slow
 def test_nothing_is_declared_that_nobody_imports():
     everything = [path for package in (*PACKAGES, "zoo/parse_zoo") for path in files(package)]
     used = {distribution(module) for module, _ in imported(*everything)}
@@ -225,6 +226,7 @@ def test_the_base_installation_generates_and_names_the_extra_for_what_it_cannot_
         ("parse_train.__main__", ["recipes/train.yaml"], "yaml|trl|peft|accelerate"),
     ],
 )
+@pytest.mark.slow
 def test_without_their_extras_data_and_training_say_so(module: str, arguments: list[str], missing: str):
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(set(EXTRAS) - COME_ALONG | {'yaml'})})); "
     code += f"from {module} import main; sys.exit(main({arguments}))"

@@ -67,6 +67,7 @@ def test_every_question_is_known_and_answered_right(engine: ParseEngine, questio
     assert answer.fallback is None and answer.stats.accepted_tokens
 
 
+@pytest.mark.slow
 def test_the_answer_on_the_readme_is_todays(engine: ParseEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """All but its last line, which varies with the machine's speed."""
     page = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -141,6 +141,7 @@ def test_the_commands_of_a_page_run(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.slow
 def test_the_code_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code in blocks(page, "python"):
         exec(compile(code, page.name, "exec"), {})

@@ -93,6 +93,7 @@ def room(module: str) -> str:
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
 
+@pytest.mark.slow
 def test_no_module_needs_itself() -> None:
     graph = {name: imports(path) - {name} for name, path in MODULES.items()}
     try:

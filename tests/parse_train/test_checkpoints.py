@@ -103,6 +103,7 @@ def _without_state(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut_weights, _without_state])
+@pytest.mark.slow
 def test_a_half_written_checkpoint_is_passed_over(
     finished: Training, copied: Training, damage: Damage, capsys: pytest.CaptureFixture[str]
 ) -> None:

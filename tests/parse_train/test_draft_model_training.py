@@ -56,6 +56,7 @@ def recipe(make_model, tokenizer, tmp_path: Path) -> list[str]:
     return [*arguments, "--report_to", "none"]
 
 
+@pytest.mark.slow
 def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path: Path, capsys):
     assert main([*recipe, "--max_steps", "20"]) == 0, capsys.readouterr().err
     lines = capsys.readouterr().out.splitlines()

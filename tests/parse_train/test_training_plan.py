@@ -60,6 +60,7 @@ def measured(config: Any) -> int:
     ],
     ids=["both", "probe", "dropout", "checkpointing", "doubt"],
 )
+@pytest.mark.slow
 def test_the_plan_counts_what_the_forward_pass_keeps(recipe: list[str], options: list[str]) -> None:
     config = load_config_of(recipe[0], [*recipe[1:], *options])
     counted = plan_training(config).step
@@ -87,6 +88,7 @@ def test_the_recipes_of_the_real_pair_state_their_memory_and_time(path: Path, tm
     assert times and all(f"take {time}" in planned for time in times)
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_and_nothing_else_is_done(
     recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

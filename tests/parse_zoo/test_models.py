@@ -88,6 +88,7 @@ def test_an_adapter_has_the_name_by_which_its_calibration_knows_it(name):
     assert found == {calibration.models["adapter"]}
 
 
+@pytest.mark.slow
 def test_a_judge_without_training_takes_the_place_of_the_embedded_adapter():
     models = ModelOptions(judge="min_p:ratio=0.3")
     engine = models.load()

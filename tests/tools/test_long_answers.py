@@ -52,6 +52,7 @@ def test_joined_drafts_are_scored_as_one_text(judge: LogprobScorer) -> None:
         assert found[n - 1] == pytest.approx(float(whole), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_is_right_if_all_its_drafts_are(judge: LogprobScorer) -> None:
     rows = measure(judge, CONFIG, [draft(i, right=i % 5 > 0) for i in range(100)], texts=400)
     assert [int(row[0]) for row in rows] == list(JOINED)

@@ -117,6 +117,7 @@ def test_other_results_and_changed_tables_are_found(root):
     assert update(root, write=False) == ["docs/speed.png"]
 
 
+@pytest.mark.slow
 def test_categories_of_prompts_have_a_table(root):
     found = results()
     found["categories"] = {
@@ -134,6 +135,7 @@ def test_categories_of_prompts_have_a_table(root):
         update(root)
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_table(root):
     page = root / "docs" / "page.md"
     page.write_text("<!-- results: docs/results/bench.json table=thresholds -->\n<!-- end -->\n")

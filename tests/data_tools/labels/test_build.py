@@ -69,6 +69,7 @@ def target(pair: Path) -> LanguageModel:
     return load_language_model(pair / "target", role="target")
 
 
+@pytest.mark.slow
 def test_rows_are_complete_and_their_values_right(make_config: Make, target: LanguageModel) -> None:
     config = make_config()
     summary = build(config)
@@ -150,6 +151,7 @@ def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
             assert value in (None, values_of(full).get(cut))
 
 
+@pytest.mark.slow
 def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
     """As a build that measures every token does; all other labels stay."""
     plain, refined = make_config("a", limit=6), make_config("b", limit=6, token_labels=1.0)
@@ -180,6 +182,7 @@ def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"drop_unsolved": True}, {"check_with": "own_answer"}])
+@pytest.mark.slow
 def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
     make_config: Make, pair: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +256,7 @@ def test_sampled_rollouts_are_shares_and_do_not_depend_on_batches(make_config: M
     assert content(one.output_dir) != content(build_again.output_dir)
 
 
+@pytest.mark.slow
 def test_sampled_labels_are_certain_enough_and_undecided_prefixes_have_none(
     make_config: Make, target: LanguageModel
 ) -> None:
@@ -383,6 +387,7 @@ def test_a_killed_build_resumes_with_the_same_rows(make_config: Make, options: d
     assert Path(killed.output_dir, "README.md").read_text() == Path(whole.output_dir, "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_build_can_be_extended_but_not_changed(make_config: Make, pair: Path) -> None:
     short, full = make_config("a", limit=6, problems_per_group=4), make_config("b", limit=10, problems_per_group=4)
     build(short)

@@ -119,6 +119,7 @@ def test_prompts_that_the_draft_model_learnt_are_left_out(
     assert line in summary.lines() and f"| {line[0]} | 42 |" in Path(config.output_dir, "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_rollouts_that_were_cut_off_are_counted_and_no_wrong_answers(
     make_config: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:

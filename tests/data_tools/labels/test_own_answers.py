@@ -40,6 +40,7 @@ def rows_of(config: BuildConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_references(make_config: Make, pair: Path, log: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="labels need references, or the recipe key check_with: own_answer"):
         build(make_config(task_options=log))
@@ -80,6 +81,7 @@ def test_greedy_answers_are_the_references(make_config: Make, pair: Path, log: d
         check_identity(Path(config.output_dir), replace(config, check_with="task").identity())
 
 
+@pytest.mark.slow
 def test_the_share_of_the_most_frequent_answer_is_the_target_value(
     make_config: Make, log: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from parse_infer import ParseEngine
 from parse_infer.models.loading import load_language_model
 
 
+@pytest.mark.slow
 def test_the_drafts_are_the_answers_of_parse(
     make_config: Callable[..., BuildConfig], pair: Path, random_adapter: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_rows_are_those_of_the_local_build(
     assert len(one.asked) == before
 
 
+@pytest.mark.slow
 def test_prompts_are_text_for_a_server_without_token_ids(make: Make, make_config: Make, serve: Serve) -> None:
     options = {"temperatures": [0.0]}  # at higher ones these models write bytes that are no text
     build(text := make("text", server := serve(ids=False, lists=False), wire="text", **options))
@@ -133,6 +134,7 @@ _SHARES = {"rollouts": 4, "max_rollouts": 4, "rollout_temperature": 1.0, "margin
 _SHARES |= {"max_label_error": 0.2}
 
 
+@pytest.mark.slow
 def test_no_more_requests_are_in_flight_than_allowed(make: Make, serve: Serve) -> None:
     server = serve(pause=0.005)
     build(make("data", server, concurrency=3))
@@ -143,6 +145,7 @@ FAULTS = ["status 500", "status 503", "status 429", "status 408", "drop", "cut",
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_failed_requests_are_retried(make: Make, make_config: Make, serve: Serve, fault: str) -> None:
     options = {"limit": 3} if fault == "slow" else {"limit": 6}
 
@@ -185,6 +188,7 @@ def test_a_restarted_server_loses_and_repeats_no_answer(
     assert 2 <= said.count(f"{url} is healthy again") <= said.count(f"{url} is unhealthy") <= 4
 
 
+@pytest.mark.slow
 def test_another_replica_replaces_a_failed_one(make: Make, make_config: Make, serve: Serve) -> None:
     one, other = serve(), serve()
     one.fault = lambda number: one.kill() if number == 8 else None  # type: ignore[func-returns-value]
@@ -195,6 +199,7 @@ def test_another_replica_replaces_a_failed_one(make: Make, make_config: Make, se
     assert 0 < one.answered <= 8 < other.answered
 
 
+@pytest.mark.slow
 def test_replicas_share_the_reads_and_one_that_is_away_hinders_none(make: Make, serve: Serve) -> None:
     away, one, other = serve(), serve(version="0.32"), serve(version="0.32")
     config = make("served", one, other, limit=6, problems_per_group=6)
@@ -342,6 +347,7 @@ def test_unusable_settings_are_reported_before_any_work(
     assert not list(tmp_path.glob("data/data/*"))
 
 
+@pytest.mark.slow
 def test_a_key_and_several_servers_from_the_command_line(
     make: Make, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def names(task, split="train", **options):
     return [problem.metadata["function"].rpartition(": ")[2] for problem in task.problems(split, **options)]
 
 
+@pytest.mark.slow
 def test_functions_that_need_the_standard_library_alone_are_problems(package):
     kept = {
         "uses_modules": function("uses_modules"),

@@ -51,6 +51,7 @@ def same(ours: Generation, theirs: Generation) -> bool:
 
 @pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("options", [{}, {"block_tokens": 12}, {"acceptance": "longest"}, {"stop": ("e",)}])
+@pytest.mark.slow
 def test_answers_are_those_of_the_local_engine(engine, connect, options, local_rows):
     coordinator, (_target,), draft = connect(engine, local_rows=local_rows)
     for threshold in (0.0, partial_threshold(engine), 1.01):
@@ -72,6 +73,7 @@ def test_the_judge_without_training_is_the_same_over_servers(engine, connect, bl
     assert all(map(same, found, wanted)) and any(answer.stats.accepted_tokens for answer in wanted)
 
 
+@pytest.mark.slow
 def test_without_a_judge_an_answer_is_lossless_speculation(engine, connect):
     bare = ParseEngine.from_models(engine.target, engine.draft)
     coordinator, *_ = connect(bare)
@@ -135,6 +137,7 @@ def test_a_response_has_the_score_of_the_local_engine(engine, connect):
 
 
 @pytest.mark.parametrize("over_servers", [True, False])
+@pytest.mark.slow
 def test_many_prompts_are_taken_as_they_are_needed(engine, connect, over_servers):
     coordinator = connect(engine, parallel=2)[0] if over_servers else engine
     own = [g.text for g in engine.generate(PROMPTS * 5, max_new_tokens=6)]
@@ -265,6 +268,7 @@ def test_one_server_of_several_may_be_offline_at_the_start(engine, connect, capl
     assert targets[0].bodies
 
 
+@pytest.mark.slow
 def test_servers_that_stay_offline_are_an_error_of_one_sentence(engine, connect):
     coordinator, (target,), _ = connect(engine, patience_s=0.3)
     target.faults.extend(["nonsense"] * 100)
@@ -365,6 +369,7 @@ def test_an_answer_continues_beyond_the_token_limit_of_a_server(engine, connect,
     assert done.generation.token_ids == alone.token_ids and done.generation.stats.rounds == 1
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_without_a_token_fails_and_keeps_the_server(engine, connect, monkeypatch):
     coordinator, _, _ = connect(engine)
     monkeypatch.setattr(FakeServer, "_write", lambda self, prompt, body: iter(()))
@@ -384,6 +389,7 @@ def test_requests_override_the_penalties_of_a_generation_config(engine, connect)
     assert len(writing) > len(draft.bodies) and all(body | neutral == body for body in writing)
 
 
+@pytest.mark.slow
 def test_health_checks_of_a_server_that_fails_at_the_start_run_in_the_request_loop(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=2, patience_s=5.0)
     targets[0].faults.append("500")
@@ -426,6 +432,7 @@ def test_several_answers_to_a_request_are_written_side_by_side(engine, connect):
 
 @pytest.mark.parametrize("local_rows", [0, 3])
 @pytest.mark.parametrize("ends", ["ignore_eos", "stop_token_ids", "min_tokens", "min_tokens and stop"])
+@pytest.mark.slow
 def test_an_answer_ends_where_the_local_engines_does(engine, connect, ends, local_rows):
     """Requests hold the end tokens, and the number of tokens before one may end the answer."""
     free = engine.generate_target(PROMPT, max_new_tokens=40).token_ids

@@ -38,6 +38,7 @@ def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
 
 @pytest.mark.parametrize("own", [None, "of-draft"])
 @pytest.mark.parametrize("by", ["option", "variable", "argument"])
+@pytest.mark.slow
 def test_each_model_gets_its_own_key(servers, own, by, monkeypatch, capsys):
     target, draft = servers
     target.key, draft.key = "of-target", own
@@ -58,6 +59,7 @@ def test_each_model_gets_its_own_key(servers, own, by, monkeypatch, capsys):
     assert target.bodies and set(target.given_keys) == {"Bearer of-target"}
 
 
+@pytest.mark.slow
 def test_a_draft_server_that_needs_a_key_is_named_with_its_option(servers, capsys):
     target, draft = servers
     draft.key = "of-draft"

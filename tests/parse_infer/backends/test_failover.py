@@ -88,6 +88,7 @@ def test_a_server_is_unhealthy_after_several_missed_health_checks(engine, connec
 
 
 @pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.slow
 def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, streamed):
     """As where a machine is gone: no connection breaks, but nothing comes any more."""
     monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)

@@ -209,6 +209,7 @@ def test_over_http_an_offline_target_is_503_at_once(engine, connect, stream):
         assert served.chat(PROMPT, max_tokens=8).status_code == 200
 
 
+@pytest.mark.slow
 def test_over_http_a_target_that_fails_each_time_is_503(engine, connect):
     coordinator, (target,), _ = connect(engine)
     with running(LoopRunner(coordinator), engine) as served:

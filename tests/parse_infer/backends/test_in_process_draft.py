@@ -116,6 +116,7 @@ def test_closing_ends_all_drafts(draft):
     assert [str(error) for error in found] == ["the draft model failed: it was closed"] * len(IDS)
 
 
+@pytest.mark.slow
 def test_answers_of_many_requests_at_once(engine, connect: Connect):
     coordinator, _, draft = connect(engine, local_rows=2)
     prompts = [f"Tom has {n} apples." for n in range(12)]

@@ -57,6 +57,7 @@ def test_a_rejected_token_is_corrected_without_a_request(make_engine, connect):
     assert found.stats.target_forwards == len(targets[0].bodies)
 
 
+@pytest.mark.slow
 def test_a_corrected_token_does_not_end_an_answer_too_early(make_engine, connect):
     """A stop token takes the place of a rejected token, before the answer may end."""
     engine = make_engine()
@@ -147,6 +148,7 @@ def test_mode_exact_writes_what_the_target_writes(make_engine, connect, block_to
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 20])
 @pytest.mark.parametrize(("block_tokens", "model_runner"), [("auto", 1), (7, 1), (7, 2)])
+@pytest.mark.slow
 def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_tokens, model_runner):
     """No entry of a cached token is used, not even where an equal request has filled the cache with the draft."""
     engine = make_engine()
@@ -171,6 +173,7 @@ def test_a_server_may_read_its_prefix_cache(make_engine, connect, prompt, block_
         *(("understated", 2), ("500", 1), ("refused", 2)),
     ],
 )
+@pytest.mark.slow
 def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, connect, fault, model_runner, caplog):
     engine = make_engine()
     coordinator, (target,), _ = connect(engine, cache_block=4)
@@ -188,6 +191,7 @@ def test_cached_reads_that_differ_from_uncached_ones_are_not_used(make_engine, c
     assert not any("token_ids" in body for body in target.bodies)
 
 
+@pytest.mark.slow
 def test_a_cached_read_that_is_refused_at_random_does_no_harm(make_engine, connect, caplog):
     engine = make_engine()
     coordinator, (target,), _ = connect(engine, cache_block=4)
@@ -200,6 +204,7 @@ def test_a_cached_read_that_is_refused_at_random_does_no_harm(make_engine, conne
 
 
 @pytest.mark.parametrize("fault", ["null", "nothing"])
+@pytest.mark.slow
 def test_cached_reads_that_stop_working_cost_one_read(make_engine, connect, fault, caplog):
     engine = make_engine()
     coordinator, (target,), _ = connect(engine, cache_block=4)

@@ -194,6 +194,7 @@ def test_an_incomplete_response_is_retried(canned):
     assert failed.status_code == 503 and len(received) > 1
 
 
+@pytest.mark.slow
 def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: {}\n\n"] * 100
@@ -206,6 +207,7 @@ def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
         assert served.becomes_idle(5)
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_loses_its_place_and_its_connection(engine, connect, monkeypatch):
     monkeypatch.setattr(passthrough, "LAST_WRITE_S", 0.1)
     coordinator, (target,), _ = connect(engine)

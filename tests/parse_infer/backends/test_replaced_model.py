@@ -11,6 +11,7 @@ from tests.parse_infer.language_models import language_model, word_tokenizer
 SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
 
 
+@pytest.mark.slow
 def test_a_server_that_was_offline_at_the_start_is_examined(engine, connect, make_model):
     coordinator, targets, _ = connect(engine, n_targets=2)
     servers = coordinator.backend.servers["target"]

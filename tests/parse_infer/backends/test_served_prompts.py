@@ -82,6 +82,7 @@ def test_a_draft_of_the_clients_is_read_by_another_thread(engine, connect, monke
     assert threads and all(name.startswith("parse-tokenizer") for name in threads), threads
 
 
+@pytest.mark.slow
 def test_a_slow_template_delays_no_other_request_and_has_the_time_limit(engine, connect, monkeypatch):
     begun, end, apply = threading.Event(), threading.Event(), engine.target.tokenizer.apply_chat_template
 

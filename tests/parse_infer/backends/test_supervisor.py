@@ -48,6 +48,7 @@ def workers(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_dead_server_restarts_at_its_address_and_stop_ends_all_processes(tmp_path):
     progress: list[str] = []
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
@@ -82,6 +83,7 @@ time.sleep(600)
     assert soon(lambda: not any(map(running, workers(tmp_path / "pids"))))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_reported_with_its_log(tmp_path):
     fails = [sys.executable, "-c", "raise MemoryError('no room for the cache')"]
     lasts = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
@@ -108,6 +110,7 @@ def test_its_thread_ends_before_the_servers_are_stopped(tmp_path, monkeypatch):
     assert not servers._supervisor.is_alive()
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("parse_infer.backends.launch.supervisor._RESTARTS", 1)
     command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]

@@ -40,6 +40,7 @@ def rest(engine: ParseEngine, ids: list[int], kept: int) -> list[int]:
     ("block_tokens", "lists", "known"),
     [("auto", "", True), ("auto", "offsets", False), ("auto", "bytes", True), (7, "offsets", True), (7, "", False)],
 )
+@pytest.mark.slow
 def test_answers_are_those_of_the_local_engine(make_engine, connect, block_tokens, lists, known):
     engine = make_engine()
     draft = TextServer(engine.draft, lists=lists)

@@ -51,6 +51,7 @@ def middle_thresholds(engine: ParseEngine, prompt: str) -> list[float]:
 
 @pytest.mark.parametrize("acceptance", ["first_failure", "longest"])
 @pytest.mark.parametrize("guesses", [None, "draft"])
+@pytest.mark.slow
 def test_replayed_answers_are_the_engines(engine: ParseEngine, guesses: str | None, acceptance: str):
     """Whatever the order of the settings, and whoever asked before; and most of it is not computed again."""
     if guesses:  # then nothing is drafted above a threshold of 1
@@ -133,6 +134,7 @@ def run(
     return calibrate(engine, problems, check or (lambda problem, text: None), same_answer, folder, settings, task="t")
 
 
+@pytest.mark.slow
 def test_a_calibration_counts_problems_and_resumes_after_an_interruption(engine: ParseEngine, tmp_path: Path):
     whole = run(engine, tmp_path / "whole")
     accepts_nothing, everything = whole.tried[0], whole.tried[-1]
@@ -191,6 +193,7 @@ def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: 
     assert found.made["timed_problems"] == 2
 
 
+@pytest.mark.slow
 def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine, tmp_path: Path, monkeypatch):
     run(engine, tmp_path)
     monkeypatch.setattr(measure, "THRESHOLDS", measure.THRESHOLDS[:-1])
@@ -276,6 +279,7 @@ def blank(**changes) -> Calibration:
     return Calibration(**fields, max_new_tokens=30, models={}, tried=[], promises={}, **changes)
 
 
+@pytest.mark.slow
 def test_the_fastest_setting_that_was_shown_is_promised():
     """Setting j loses j problems of 300 and takes 2 - j/60 seconds; more is lost than 5 % from the eighth on."""
     settings = CalibrationSettings(risks=(0.01, 0.05), blocks=("whole",))
@@ -333,6 +337,7 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
             replace(SETTINGS, **changes)
 
 
+@pytest.mark.slow
 def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, tmp_path: Path):
     """They are known by their prompts: most of them are refused, a few are left out."""
     judge, before = engine.backend.judge, engine.target.decoder.forwards
@@ -381,6 +386,7 @@ def end_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replay, "answer", lambda *arguments: replace(plain(*arguments), finish_reason="eos"))
 
 
+@pytest.mark.slow
 def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, tmp_path: Path):
     settings = replace(SETTINGS, loss="accuracy")
     with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
@@ -389,6 +395,7 @@ def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, t
         run(engine, tmp_path / "b", settings)
 
 
+@pytest.mark.slow
 def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """A checker that does not know its own mind stands for a target that answers differently from run to run."""
     end_target(monkeypatch)
@@ -400,6 +407,7 @@ def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEng
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) < 12
 
 
+@pytest.mark.slow
 def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: Path):
     calibration = run(engine, tmp_path / "run")
     path = tmp_path / "calibration.json"

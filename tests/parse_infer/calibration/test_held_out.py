@@ -58,6 +58,7 @@ def test_a_prompt_that_comes_again_now_and_then_is_left_out(capsys: pytest.Captu
     assert leave_out_learnt(PROBLEM_LIST, set()) == PROBLEM_LIST and not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_models_learnt_is_left_out_too(make_model, tokenizer, tmp_path):
     """An aligned draft model agrees with its target on the prompts of its training more than on others."""
     for seed, name in enumerate(("target", "draft")):

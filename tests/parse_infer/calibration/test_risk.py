@@ -68,6 +68,7 @@ def test_a_promise_is_broken_no_more_often_than_it_says(shape, n):
     assert broken <= 0.1 + 3 * (0.1 * 0.9 / 400) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_simulation_separates_problems_from_drafts(tmp_path, capsys):
     """Drafts counted as problems promise too much where the risk rests above the promise; problems do not."""
     from tools.calibration_simulation import SHAPES, broken_share, main

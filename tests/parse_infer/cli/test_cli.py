@@ -222,6 +222,7 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_one_run_with_a_row_for_each_mode(models, problems, tmp_path, capsys, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -309,6 +310,7 @@ def test_bench_takes_other_splits_and_says_so(models, tmp_path):
     assert found["test"]["digest"] != found["validation"]["digest"]
 
 
+@pytest.mark.slow
 def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, make_model, tmp_path, capsys):
     make_model("llama", seed=15, vocab_size=300, eos_token_id=0).save_pretrained(tmp_path / "foreign")
     word_tokenizer().save_pretrained(tmp_path / "foreign")
@@ -322,6 +324,7 @@ def test_bench_leaves_out_what_two_tokenizers_do_not_allow(models, problems, mak
     assert "their tokenizers differ" in sentence
 
 
+@pytest.mark.slow
 def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
     make_model, random_adapter, problems, tmp_path, capsys
 ):
@@ -480,6 +483,7 @@ UNUSUAL = "A box holds 12 pens. How many pens are in 7 boxes?"  # for the judge 
 
 
 @pytest.mark.parametrize("how", [[], ["--stream"], ["--json"], ["--stream", "--json"], ["--out"]], ids=str)
+@pytest.mark.slow
 def test_generate_reports_every_fallback_and_that_no_promise_holds(tmp_path, capsys, how):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": UNUSUAL}) + "\n")
     how = [*how, str(tmp_path / "answers")] if how == ["--out"] else how

@@ -62,6 +62,7 @@ def n_drafts(engine: ParseEngine, **settings) -> int:
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.slow
 def test_a_probe_with_token_doubt_reads_whole_drafts_only(make_block_engine, threshold):
     """The bias was trained with the probe, which a block would leave out."""
     engine = make_block_engine(probe_ids=(7, 9))
@@ -131,6 +132,7 @@ def alone(engine: ParseEngine, prompt: str = PROMPT) -> list[int]:
     [{}, {"vocabulary": tuple(range(40, 120))}, {"logprobs": True}],
     ids=["all tokens", "reduced", "log-probabilities"],
 )
+@pytest.mark.slow
 def test_the_text_is_the_same_for_every_length(make_block_engine, options):
     engine = make_block_engine(**options)
     threshold = middling(engine)
@@ -141,6 +143,7 @@ def test_the_text_is_the_same_for_every_length(make_block_engine, options):
     assert len(set(map(tuple, found.values()))) == 1, found
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_the_same_for_every_length(engine):
     """Each place has its own random numbers."""
     sampling = Sampling(0.8, seed=3)
@@ -224,6 +227,7 @@ def test_each_class_of_thresholds_is_measured_on_its_own(engine):
 # What each event says
 
 
+@pytest.mark.slow
 def test_each_correction_is_the_targets_choice_at_its_place(engine):
     threshold, decoder = middling(engine), Decoder(engine.target.model, ())
     prompt, ids, corrections = engine.target.render(PROMPT), [], 0
@@ -254,6 +258,7 @@ def test_each_correction_is_the_targets_choice_at_its_place(engine):
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "exact"}, {"threshold": 2}])
+@pytest.mark.slow
 def test_spans_do_not_tell_where_blocks_ended(engine, settings):
     settings = {"threshold": middling(engine), **settings}
     found = [
@@ -272,6 +277,7 @@ def test_one_forward_of_the_target_reads_each_block(engine):
     assert found.token_ids == engine.generate_draft(PROMPT, max_new_tokens=N).token_ids
 
 
+@pytest.mark.slow
 def test_the_draft_model_drafts_few_tokens_again(engine):
     """Fewer drafting steps, because blocks end near a rejected token and what follows it is read as guesses."""
     threshold = middling(engine)
@@ -323,6 +329,7 @@ def test_above_one_is_the_greedy_target_with_other_tokens(make_block_engine, mak
         assert found.text == "".join(span.text for span in found.spans)
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_drafts_token_by_token(make_model, random_adapter):
     target, draft = reduced_pair(make_model, noise=0.3)
     engine = ParseEngine.from_models(target, draft, random_adapter(target.model, probe_ids=()))
@@ -346,6 +353,7 @@ def test_a_probe_alone_judges_segments_of_blocks(make_engine, length):
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, "auto"])
+@pytest.mark.slow
 def test_stops_ends_and_budgets_inside_a_block(engine, length):
     threshold = middling(engine)
     ids = engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=8).token_ids
@@ -366,6 +374,7 @@ def test_stops_ends_and_budgets_inside_a_block(engine, length):
 
 
 @pytest.mark.parametrize("length", [1, 5, "auto"])
+@pytest.mark.slow
 def test_a_window_that_ends_inside_a_block(make_block_engine, length):
     engine = make_block_engine()
     threshold = middling(engine)
@@ -431,6 +440,7 @@ def test_an_answer_with_a_promise_has_no_pauses(engine, pausing):
 
 
 @pytest.mark.parametrize("tokens", [word_tokenizer, llama_tokenizer])
+@pytest.mark.slow
 def test_a_promise_for_models_with_other_tokens_is_about_what_is_served(make_block_engine, make_model, tokens):
     """The target's tokens for a text depend on where its blocks end, so measured times must not end them."""
     words = tokens()

@@ -78,6 +78,7 @@ def test_a_rejected_token_is_not_drawn_again_by_the_noise_that_wrote_it(make_eng
         assert len({text[:4] for text in written}) == len(written)
 
 
+@pytest.mark.slow
 def test_between_blocks_the_target_writes_its_own_greedy_token(engine):
     prompt = engine.target.render(PROMPT)
     for keep_greedy_match in (True, False):

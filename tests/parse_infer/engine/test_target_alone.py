@@ -57,6 +57,7 @@ def test_an_interruption_ends_the_work_before_the_next_forward(engine, at):
         ("draft", None),
     ],
 )
+@pytest.mark.slow
 def test_a_request_takes_the_memory_of_its_caches_once(engine, monkeypatch, drafter, settings):
     """For each layer of a model: no buffer grows, and nothing is copied, within the budget."""
     engine.backend.target_drafter = load_token_drafter(drafter, engine.target, engine.draft) if drafter else None
@@ -73,6 +74,7 @@ def test_a_request_takes_the_memory_of_its_caches_once(engine, monkeypatch, draf
         assert not times if again else times and set(times.values()) == {1}, times
 
 
+@pytest.mark.slow
 def test_threads_take_turns(engine):
     prompts = [f"Tom has {n} apples." for n in range(6)]
     settings = GenerationSettings(24, threshold=partial_threshold(engine), block_tokens=6)

@@ -440,6 +440,7 @@ def test_modes_without_target_or_draft_leave_their_comparisons_open(engine, tmp_
     assert figures["accuracy"] == 1 and (tmp_path / "figure.png").exists()
 
 
+@pytest.mark.slow
 def test_more_problems_add_to_a_finished_run(engine, tmp_path: Path):
     settings = BenchSettings(("target", "parse"), GenerationSettings(4), thresholds=())
 

@@ -56,6 +56,7 @@ def answered(engine, stop: str = "\x00") -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_the_engines_answers_in_both_modes(make_engine, apples, tmp_path):
     engine = make_engine(threshold=0.3)
     stop = answered(engine)["target"][0][8:10]
@@ -84,6 +85,7 @@ def test_lm_eval_scores_the_engines_answers_in_both_modes(make_engine, apples, t
         assert record["text"] == own[record["mode"]][record["problem"]]
 
 
+@pytest.mark.slow
 def test_an_evaluation_resumes_where_it_stopped(make_engine, apples, tmp_path):
     engine, loaded = make_engine(), apples([""] * 5)
     some = run_eval(engine, loaded, tmp_path / "out", EvalSettings(limit=3, apply_chat_template=False))

@@ -201,6 +201,7 @@ def test_the_configuration_survives_json():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
 def test_a_fingerprint_survives_the_number_type_and_the_disk(target, tmp_path, dtype):
     print_of_target = fingerprint(target)
     target.save_pretrained(tmp_path)

@@ -48,6 +48,7 @@ def test_the_validity_is_the_lowest_ratio_so_far():
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", 5, "whole"])
+@pytest.mark.slow
 def test_every_token_is_at_least_so_likely_and_corrections_are_first_choices(min_p_engine, block_tokens):
     engine = min_p_engine(0.3)
     kept_others = 0
@@ -64,6 +65,7 @@ def test_every_token_is_at_least_so_likely_and_corrections_are_first_choices(min
     assert kept_others or block_tokens == "whole", "the models must differ for this test"
 
 
+@pytest.mark.slow
 def test_at_one_the_answer_is_the_greedy_targets(min_p_engine):
     engine = min_p_engine(1.0)
     for prompt in PROMPTS:
@@ -79,6 +81,7 @@ def test_at_one_a_token_as_likely_as_the_first_choice_is_rejected():
     assert first == 1 > tie > 0.9999
 
 
+@pytest.mark.slow
 def test_a_request_may_have_a_threshold_of_its_own(min_p_engine):
     lenient, strict = min_p_engine(0.2), min_p_engine(0.9)
     for prompt in PROMPTS:

@@ -105,6 +105,7 @@ def test_a_response_out_of_distribution_is_scored_as_unusual(make_engine, random
     assert score.first_error is None or not score.unusual
 
 
+@pytest.mark.slow
 def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapter, monkeypatch):
     """Else later, usual tokens of the same draft model would be judged after all."""
     engine = make_engine()
@@ -131,6 +132,7 @@ def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapte
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.5])
+@pytest.mark.slow
 def test_whether_a_draft_is_usual_does_not_depend_on_blocks(make_engine, random_adapter, threshold):
     """Blocks of 16 tokens or more, and `auto`, which begins with as many."""
     engine = make_engine()

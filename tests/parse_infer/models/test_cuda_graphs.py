@@ -92,6 +92,7 @@ def test_captured_states_equal_those_of_plain_forwards(graphed, random_ids, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_graphs_follow_the_cache_and_the_weights(graphed, random_ids, device, monkeypatch):
     """A cache that has grown, more keys than a graph covers, weights changed in place, and a replaced module."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 16)

@@ -263,6 +263,7 @@ class Allocations:
         monkeypatch.setattr(GrowingKVCache, "_resize", counting)
 
 
+@pytest.mark.slow
 def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch):
     """No growth within it; only a larger one makes the buffer grow, and a huge one is not taken at its word."""
     model = make_model("llama_gqa", max_position_embeddings=200_000)
@@ -283,6 +284,7 @@ def test_a_known_budget_is_reserved_at_once(make_model, random_ids, monkeypatch)
     assert len(allocated.sizes) == layers and allocated.sizes[0] < 5000, allocated.sizes
 
 
+@pytest.mark.slow
 def test_a_long_request_keeps_no_memory(make_model, random_ids):
     """Its cache shrinks with the next context, and what both share stays in it."""
     model = make_model("llama_gqa", max_position_embeddings=200_000)

@@ -93,6 +93,7 @@ def test_small_models_on_a_cpu_have_a_fused_step(model, monkeypatch):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow
 def test_the_fused_step_follows_weights_that_change(random_ids, monkeypatch, packed, bias):
     """Also of packed layers: tokens and logits are those of transformers, before and after a change in place."""
     config = LlamaConfig(**SHAPE, num_key_value_heads=2, attention_bias=bias)

@@ -292,6 +292,7 @@ def in_a_process(work) -> multiprocessing.Process:
     return process
 
 
+@pytest.mark.slow
 def test_a_conversion_that_was_killed_leaves_nothing_that_is_trusted_or_stays(file, cache, monkeypatch):
     def save_pretrained(self, folder):
         (Path(folder) / "config.json").write_text("{}")

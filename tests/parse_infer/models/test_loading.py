@@ -413,6 +413,7 @@ PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm",
 
 
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, dict.fromkeys(PARTS, "cpu") | {"model.layers.1": "disk"}])
+@pytest.mark.slow
 def test_the_layers_of_a_target_may_be_in_several_places(make_model, tokenizer, tmp_path, device_map):
     make_model("qwen3").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -493,6 +494,7 @@ def test_quantised_weights_of_ordinary_layers_are_neither_fused_nor_packed(make_
     assert len(list(decoder.decode(4))) == 4
 
 
+@pytest.mark.slow
 def test_the_verification_pass_has_its_own_attention():
     with pytest.raises(ValueError, match="attn_implementation is 'flash_attention_2', but the verification pass"):
         ParseEngine.from_pretrained("zoo:target", attn_implementation="flash_attention_2")

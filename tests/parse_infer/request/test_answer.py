@@ -114,6 +114,7 @@ def test_what_is_held_back_comes_out_at_the_end(tokenizer):
 
 
 @pytest.mark.parametrize(("target", "draft"), [("crossing", "crossing"), ("crossing", "words"), ("bytes", "crossing")])
+@pytest.mark.slow
 def test_an_answers_text_is_that_of_its_tokens_whoever_wrote_them(make_model, tokenizer, target, draft):
     """The weights are random, so most characters are broken."""
     made = {"crossing": crossing_tokenizer(), "words": word_tokenizer(), "bytes": tokenizer}

@@ -68,6 +68,7 @@ def settings_of(engine: ParseEngine, case: str) -> GenerationSettings:
 
 @pytest.mark.parametrize("case", [name for name, _ in CASES])
 @pytest.mark.parametrize("guesses", [None, "lookup", "draft"])
+@pytest.mark.slow
 def test_above_one_and_exact_are_the_greedy_target_with_the_same_end(engine, case, guesses):
     settings = settings_of(engine, case)
     wanted = reference(engine, settings)

@@ -23,6 +23,7 @@ def alarms(allowed: float, true: float, rounds: int = 400, observations: int = 5
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.05, 0.3])
+@pytest.mark.slow
 def test_a_promise_that_holds_is_rarely_rejected(rate):
     assert len(alarms(rate, rate)) <= 400 * 0.1
     assert len(alarms(rate, rate / 2)) <= 400 * 0.02

@@ -108,6 +108,7 @@ def whole(client: openai.OpenAI, content: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("clients", [1, 16])
+@pytest.mark.slow
 def test_text_is_the_engines_streamed_or_not(served, clients):
     own = {prompt: served.engine.generate(prompt, max_new_tokens=32).text for prompt in PROMPTS}
     assert len(set(own.values())) > 1
@@ -152,6 +153,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_usage(served):
 
 
 @pytest.mark.parametrize("at", [5, 20])
+@pytest.mark.slow
 def test_stop_strings_are_left_out_also_across_pieces(served, at):
     text = served.engine.generate(PROMPTS[2], max_new_tokens=32, threshold=0.0).text
     stop = text[at : at + 3]  # three tokens
@@ -258,6 +260,7 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
     assert len(warned) == 1 and json.loads(warned[0])["risk"] == 0.05
 
 
+@pytest.mark.slow
 def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, capfd):
     runner = ThreadRunner(make_engine(calibration=calibrated(make_engine())))
     stream = runner.stream
@@ -316,6 +319,7 @@ def test_the_rate_that_is_audited_is_the_one_that_was_calibrated(make_engine):
     runner.close()
 
 
+@pytest.mark.slow
 def test_parse_options_are_the_engines(served):
     def generate(**options: Any) -> Generation:
         return served.engine.generate(PROMPTS[4], max_new_tokens=24, **options)
@@ -373,6 +377,7 @@ def test_an_empty_draft_is_no_draft():
         assert choice.drafted is drafted
 
 
+@pytest.mark.slow
 def test_metrics_count_the_decisions_of_adaptive_requests(make_engine, monkeypatch):
     monkeypatch.setattr(adaptive, "CLEAR_SPEEDUP", math.inf)  # else the pace on this machine decides
     with running(ThreadRunner(make_engine()), make_engine()) as server:

@@ -24,6 +24,7 @@ import pytest
 from parse_infer.cli.app import main
 from parse_infer.decoding import adaptive
 from parse_infer.decoding.adaptive import MIN_SAMPLES
+from parse_infer.decoding.plan import SourceKind
 from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
@@ -193,6 +194,7 @@ def left(url: str, stream: bool) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_disconnected_client_frees_the_engine(served):
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda i: left(served.url, stream=i % 3 == 0), range(24)))
@@ -225,6 +227,7 @@ def test_a_full_queue_sends_retry_after(served, monkeypatch):
         assert [answer.result().status_code for answer in taken] == [200, 200]
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends_with_an_error(served):
     with running(served.runner, served.engine, Limits(request_s=0.3)) as hurried:
         response = hurried.chat(max_tokens=LONG)
@@ -244,6 +247,7 @@ class Breaking:
     """A drafter that fails at the n-th draft of an answer."""
 
     forwards = 0
+    kind = SourceKind(blocks=True)
 
     def __init__(self, nth: int) -> None:
         self._nth, self._asked = nth, 0

@@ -104,6 +104,7 @@ def _request(path: str, body: object) -> bytes:
     return head.encode() + b"\r\n\r\n" + data
 
 
+@pytest.mark.slow
 def test_collections_leave_out_what_was_loaded(make_engine, monkeypatch):
     counts = []
     monkeypatch.setattr(server, "freeze_heap", lambda: (freeze_heap(), counts.append(gc.get_freeze_count())))
@@ -141,6 +142,7 @@ def test_half_sent_requests_are_closed(hasty):
             assert not connection.recv(1 << 16).startswith(b"HTTP/1.1 2"), part
 
 
+@pytest.mark.slow
 def test_an_answer_in_progress_is_not_closed(hasty):
     with httpx.Client(timeout=60) as client:
         for _ in range(2):  # and the connection between two requests

@@ -39,6 +39,7 @@ def expected(served: Any, stop: str, chat: bool) -> list[str]:
         ("local-chat-completions", "/v1/chat/completions", {"num_concurrent": 3}),
     ],
 )
+@pytest.mark.slow
 def test_lm_evals_clients_get_the_engines_answers(client, path, options, served, tmp_path):
     chat = "chat" in client
     stop = expected(served, "\x00", chat)[0][8:10]

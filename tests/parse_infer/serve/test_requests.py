@@ -42,6 +42,7 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
 
 
+@pytest.mark.slow
 def test_without_max_tokens_a_chat_may_fill_the_window_and_a_completion_has_16(make_engine):
     engine, own = make_engine(), make_engine()
     for part in (engine.target, engine.draft, own.target, own.draft):
@@ -92,6 +93,7 @@ def test_a_strict_server_refuses_them(served):
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.01])
+@pytest.mark.slow
 def test_where_an_answer_ends_is_the_engines(served, threshold):
     def own(**options: Any) -> Generation:
         return served.engine.generate(PROMPTS[1], max_new_tokens=32, threshold=threshold, **options)
@@ -143,6 +145,7 @@ def test_extra_fields_of_messages_reach_the_template_or_are_ignored(sampling):
         assert sampling.post("/tokenize", body).json()["tokens"] == ids
 
 
+@pytest.mark.slow
 def test_the_generation_config_sets_the_default_sampling(sampling):
     def own(temperature: float = 0.7, top_p: float = 0.8, top_k: int = 20, **options: Any) -> str:
         how = Sampling(temperature, top_p, top_k, seed=4)
@@ -163,6 +166,7 @@ def test_the_generation_config_sets_the_default_sampling(sampling):
         assert greedy.chat(PROMPTS[2], max_tokens=24).json()["choices"][0]["message"]["content"] == own(0.0)
 
 
+@pytest.mark.slow
 def test_continuous_usage_comes_with_each_chunk(served):
     body = {"messages": USER, "max_tokens": 24, "n": 2, "stream": True, "parse": {"threshold": 1.01}}
     often = {"include_usage": True, "continuous_usage_stats": True}
@@ -183,6 +187,7 @@ def test_continuous_usage_comes_with_each_chunk(served):
         assert all("usage" not in chunk for chunk in chunks_of(served.post(CHAT, {**body, "stream_options": options})))
 
 
+@pytest.mark.slow
 def test_a_request_without_a_promise_gets_a_warning(make_engine):
     engine = make_engine()
     with running(

@@ -151,6 +151,7 @@ def expected_pairs(logits: torch.Tensor, second: torch.Tensor, sampling: Samplin
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution(kind, sampling):
     """Chi-square over pairs of tokens: whatever is guessed, pairs come as often as from the model alone."""
     size, draws = 5, 4000
@@ -187,6 +188,7 @@ def test_sampled_tokens_have_the_models_distribution(kind, sampling):
     assert chisquare(pooled_found[keep].numpy(), pooled_expected[keep].numpy()).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_block_verification_keeps_more_than_token_by_token():
     """The same chains, judged as a whole and token by token (Leviathan et al.)."""
     generator = torch.Generator().manual_seed(0)

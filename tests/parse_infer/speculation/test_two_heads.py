@@ -70,6 +70,7 @@ def guesses(lm: LanguageModel, drafter: TokenProposer, prompt: list[int]) -> lis
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.slow
 def test_each_head_proposes_what_it_proposes_alone(make_lm, random_ids, pair):
     """Turn by turn on prompts that share their beginning; the second one is attached when the first is at work."""
     shared = random_ids(20)
@@ -89,6 +90,7 @@ def test_each_head_proposes_what_it_proposes_alone(make_lm, random_ids, pair):
     assert any(guess.tokens for guess in alone[0][0]) and alone[0] != alone[1], "the heads must have something to say"
 
 
+@pytest.mark.slow
 def test_a_removed_head_leaves_no_state(make_lm, random_ids):
     lm = make_lm()
     staying, leaving = medusa(lm), eagle((0, 1, 2))(lm)

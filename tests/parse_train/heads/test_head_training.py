@@ -93,6 +93,7 @@ def test_medusa_training_sees_what_drafting_sees(lm, random_ids):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.slow
 def test_a_head_learns_what_comes_next(lm, random_ids, parallel):
     torch.manual_seed(0)
     head = make_head(lm, parallel, vocabulary=260).train()
@@ -234,6 +235,7 @@ def test_a_wrong_key_is_refused_before_anything_is_answered(change, message, tmp
     assert not (tmp_path / "answers").exists()
 
 
+@pytest.mark.slow
 def test_the_real_recipe_trains_a_head_on_a_tiny_model_of_its_kind(make_model, tokenizer, tmp_path: Path, capsys):
     from parse_infer.models.loading import load_language_model
     from parse_train.__main__ import main

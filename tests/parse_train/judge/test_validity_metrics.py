@@ -147,6 +147,7 @@ def test_labels_of_whole_drafts_bound_no_pass() -> None:
     assert risk.threshold > 1 and not risk.accepts and "parse-infer calibrate" in str(risk.warning())
 
 
+@pytest.mark.slow
 def test_the_threshold_keeps_its_promise() -> None:
     """Over many validation sets, the share whose true false-accept rate exceeds alpha is at most delta."""
     everything = random_drafts(2, n=20_000)

@@ -248,6 +248,7 @@ def test_tokens_of_the_same_text_keep_their_embedding(tmp_path, tokenizer_folder
     torch.testing.assert_close(draft.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 def test_a_draft_model_learns_what_its_target_answers(tokenizer_folder, tmp_path, capsys):
     """Right answers only, drawn at the wanted share, and written once."""
     model = {"answers_of": "zoo:draft", "n_answers": 24, "answer_temperature": 0.0}
@@ -275,6 +276,7 @@ def test_a_draft_model_learns_what_its_target_answers(tokenizer_folder, tmp_path
     assert [path.stat().st_mtime_ns for path in before] == stamps
 
 
+@pytest.mark.slow
 def test_a_lora_run_saves_an_adapter_that_peft_loads_and_resumes(tokenizer_folder, tmp_path):
     """The base stays as it is; a checkpoint is as small as the LoRA; a finished run is exported again, not trained."""
     base = tmp_path / "base"
@@ -296,6 +298,7 @@ def test_a_lora_run_saves_an_adapter_that_peft_loads_and_resumes(tokenizer_folde
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 def test_a_lora_on_a_pretrained_model_loads_by_its_folder_and_knows_its_base(tokenizer_folder, tmp_path):
     base = tmp_path / "base"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)

@@ -53,6 +53,7 @@ def test_every_token_is_one_of_the_base_and_keeps_its_order(small, base):
     assert mapped(small.all_special_ids, small, base) == base.all_special_ids
 
 
+@pytest.mark.slow
 def test_text_of_the_task_is_split_as_by_the_base(small, base):
     pieces = [piece for text in held_out(60) for piece in base.convert_ids_to_tokens(base(text).input_ids)]
     assert sum(piece in small.get_vocab() for piece in pieces) > 0.95 * len(pieces)

@@ -20,6 +20,7 @@ except ParseError as refusal:
 
 
 @pytest.mark.parametrize(("source", "limit"), [("while True: pass", 120.0), ("import time; time.sleep(60)", 0.5)])
+@pytest.mark.slow
 def test_code_without_end_is_stopped(source: str, limit: float) -> None:
     begun = time.monotonic()
     assert not run_python(source, seconds=limit, cpu_seconds=1).finished
@@ -117,6 +118,7 @@ def test_a_program_cannot_stop_what_watches_it() -> None:
     assert run.finished and run.stdout == "goes on\n"
 
 
+@pytest.mark.slow
 def test_a_watcher_that_was_stopped_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stopped = tmp_path / "child.py"
     stopped.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)")

@@ -66,6 +66,7 @@ def recipe(folder: Path, out: Path, **keys: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_judge_is_trained_without_the_targets_weights(build, make_model, tokenizer, tmp_path, capsys):
     weights = build / "target" / "model.safetensors"
     hidden = weights.rename(tmp_path / "weights")
