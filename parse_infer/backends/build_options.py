@@ -33,15 +33,19 @@ def builder(backend: str) -> tuple[Callable[..., Any], type[Any]]:
 
 def check_backend_options(names: Iterable[str], backend: str) -> None:
     """Raise SettingsError for a keyword that `ParseEngine.from_pretrained` does not have with this backend."""
-    own = ("target", "draft", "adapter", "backend", "threshold")
-    known = {name: [*own, *(field.name for field in fields(builder(name)[1]))] for name in BACKENDS}
+    known = _known(backend)
     for name in names:
-        if name in known[backend]:
+        if name in known:
             continue
-        for other in BACKENDS:
-            if name in known[other]:
+        for other in BACKENDS:  # whose packages may be missing
+            if other != backend and name in _known(other):
                 raise SettingsError(f"{name!r} is an option of the backend {other!r} only: omit it, or give backend.")
-        raise SettingsError(f"{name!r} is not an option; {suggestion(name, known[backend])}")
+        raise SettingsError(f"{name!r} is not an option; {suggestion(name, known)}")
+
+
+def _known(backend: str) -> list[str]:
+    own = ("target", "draft", "adapter", "backend", "threshold")
+    return [*own, *(field.name for field in fields(builder(backend)[1]))]
 
 
 def check_arguments(names: Iterable[str], build: Callable[..., Any], own: Iterable[str]) -> None:
