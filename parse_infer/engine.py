@@ -66,6 +66,7 @@ class ParseEngine:
         self, backend: Backend, *, threshold: float | None = None, calibration: Calibration | None = None
     ) -> None:
         self.backend = backend
+        check_judged(threshold, backend.judge is not None)
         chosen = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         self.threshold = check_threshold(chosen)
         self._accepts_nothing = threshold is None and self.threshold > 1
@@ -103,6 +104,8 @@ class ParseEngine:
         for role, model in (("target", target), ("draft", draft)):
             if not isinstance(model, LanguageModel) and (model is not None or role == "target"):
                 raise SettingsError(f"{role} is a {type(model).__name__}; give LanguageModel(name, model, tokenizer).")
+        if judge is not None and not hasattr(judge, "scorer"):
+            raise SettingsError(f"judge is {judge!r}; give a ValidityAdapter, MinPJudge or ZeroShotJudge.")
         return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibration=calibration)
 
     @classmethod
@@ -135,8 +138,7 @@ class ParseEngine:
         """
         build, _ = builder(backend)
         check_backend_options(options, backend)
-        if threshold is not None:
-            check_threshold(threshold)
+        check_judged(threshold, adapter is not None or options.get("judge") is not None)
         options |= {
             "calibration": calibration,
             "cut_policy": CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy,
@@ -514,6 +516,15 @@ class ParseEngine:
                 yield event
         finally:
             self.backend.finish(_closed(events))
+
+
+def check_judged(threshold: float | None, has_judge: bool) -> None:
+    """Raise ValueError for a default threshold out of range, or one that needs a judge where there is none."""
+    if threshold is not None and check_threshold(threshold) <= 1 and not has_judge:
+        raise SettingsError(
+            f"threshold is {threshold}, but no judge was given: give adapter=… or judge=…, or omit the threshold for "
+            "lossless speculation."
+        )
 
 
 async def _next(events: AsyncGenerator[Event, None]) -> Event | None:

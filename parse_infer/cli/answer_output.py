@@ -137,8 +137,9 @@ def _as_json(generation: Generation) -> dict[str, Any]:
 
 def _print_cost(generation: Generation) -> None:
     stats, timings = generation.stats, generation.timings
+    kept = f"kept {stats.acceptance_rate:.0%} of {stats.draft_tokens} draft tokens"
     text = (
-        f"kept {stats.acceptance_rate:.0%} of {stats.draft_tokens} draft tokens, {stats.target_forwards} target "
+        f"{'lossless speculation' if generation.lossless else kept}, {stats.target_forwards} target "
         f"forwards, {len(generation.token_ids)} tokens in {timings.total_s:.2f} s (draft {timings.draft_s:.2f}, "
         f"verify {timings.verify_s:.2f}, resume {timings.resume_s:.2f}); ended by {generation.finish_reason}"
     )

@@ -182,6 +182,7 @@ class ModelOptions:
             }
         draft = self.draft_name if needs_draft else None
         adapter = self.adapter_name if needs_judge else self.adapter
+        unjudged = not needs_judge and adapter is None and self.judge is None  # then a threshold decides nothing
 
         from parse_infer.engine import ParseEngine
 
@@ -191,7 +192,7 @@ class ModelOptions:
             draft,
             adapter,
             backend=self.backend,
-            threshold=self.threshold,
+            threshold=None if unjudged else self.threshold,
             calibration=self.calibration,
             cut_policy=self.cut_policy,
             **options,

@@ -23,7 +23,7 @@ class SourceKind:
         is_model: a draft model, which can continue after the target's own tokens.
         one_segment: it drafts one segment at a time.
         blocks: it can stop after a number of tokens.
-        confidences: it tells its probability of each token, so that a block may end where more stops paying.
+        confidences: it reports its probability of each token, by which a block may end early.
     """
 
     is_model: bool = False
@@ -42,10 +42,10 @@ class Plan:
         drafts: the source writes drafts at all.
         judged: the judge scores every token of a block, or the segmenter's cuts; None: it scores nothing.
         block: longest draft, in the draft model's tokens; None: the rest of the answer.
-        ends_early: a block ends where one more token stops paying.
+        ends_early: a block ends where one more token is no longer faster.
         after_rejection: the target writes one token, a segment, or the rest of the answer.
         keeps_greedy_match: draft tokens after the cut that equal the target's greedy choice are kept.
-        pauses: the target writes alone for a while where blocks do not pay.
+        pauses: the target writes alone for a while where blocks are slower.
         streamed: the caller reads the text while it is written.
         replayed: a calibration reuses parts of this answer under other settings.
         falls_back: if drafts or judge fail, the target writes the rest. False: the error is raised.
@@ -82,8 +82,8 @@ class Plan:
         Args:
             settings: with a threshold.
             judging: what the judge can score in a block: every token, or the segmenter's cuts; None without a judge.
-            drafts_lossless: above a threshold of 1, drafts pay as proposals of the target's own tokens.
-            pauses: the target may write alone for a while, between blocks that do not pay.
+            drafts_lossless: above a threshold of 1, the source's drafts propose the target's own tokens.
+            pauses: the target may write alone for a while, where blocks are slower.
         """
         threshold = settings.threshold
         assert threshold is not None, "the engine sets the threshold"

@@ -225,11 +225,12 @@ def _with_proposer(
         replaced: a judge or threshold instead of the engine's.
     """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
-    policy, own = engine.backend.segmenter.policy, engine.threshold
+    policy, judge, own = engine.backend.segmenter.policy, engine.backend.judge, engine.threshold
+    given = own if judge is not None and own != engine.backend.threshold else None
     return ParseEngine.from_models(
         target,
         draft,
-        **{"judge": engine.backend.judge, "threshold": own if own != engine.backend.threshold else None, **replaced},
+        **{"judge": judge, "threshold": given, **replaced},
         drafter=ModelDrafter(draft, target, one_segment=policy) if one_segment and draft is not None else None,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
         cut_policy=policy,

@@ -1,4 +1,4 @@
-"""The door to every judge: `Scorer.score(reading, carried)` returns a `Verdict`.
+"""The interface of every judge: `Scorer.score(reading, carried)` returns a `Verdict`.
 
 A `Reading` is what one pass of the target says about a draft. In this process `Verifier` makes it, over servers
 `parse_infer.backends.servers.logprob_reads`. A new judge is one file with a `Judge`, and one line in
@@ -8,7 +8,7 @@ A `Reading` is what one pass of the target says about a draft. In this process `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -75,6 +75,10 @@ class Verdict:
     scores: TokenScores | None = None
     by_token: bool = False
     unusual: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The fields by name, for a verdict that adds what its backend knows."""
+        return {field.name: getattr(self, field.name) for field in fields(Verdict)}
 
 
 class Scorer(Protocol):

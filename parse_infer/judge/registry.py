@@ -34,6 +34,8 @@ def find_rule(judge: str | None, adapter: str | Path | None = None) -> Rule | No
     """
     if judge is None:
         return None
+    if not isinstance(judge, str):
+        raise SettingsError(f"judge is {judge!r}; give a name such as 'min_p:ratio=0.3', or use from_models.")
     if adapter is not None:
         raise SettingsError(f"adapter {str(adapter)!r} and judge {judge!r} were both given: choose one")
     name, _, given = judge.partition(":")
@@ -46,6 +48,8 @@ def find_rule(judge: str | None, adapter: str | Path | None = None) -> Rule | No
         if key not in known:
             hint = suggestion(key, known) if known else "it has no options"
             raise SettingsError(f"{key!r} is no option of the judge {name}; {hint}")
+        if key in options:
+            raise SettingsError(f"{key} of the judge {name} was given twice: give one")
         try:
             options[key] = float(value)
         except ValueError as error:

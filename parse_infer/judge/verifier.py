@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
@@ -34,10 +34,6 @@ class Verification(Verdict):
 
     hidden: Tensor
     offsets: list[int] | None = None
-
-    @classmethod
-    def of(cls, verdict: Verdict, hidden: Tensor) -> Verification:
-        return cls(**{f.name: getattr(verdict, f.name) for f in fields(verdict)}, hidden=hidden)
 
     def state(self, offset: int) -> Tensor:
         """Return the state at draft offset `offset`, [H]. Raise ValueError if `compact` has dropped the row."""
@@ -125,7 +121,7 @@ class Verifier:
             return Verification(cuts=[], validity=[], hidden=hidden)
         probes = None if trailing is None else output.trailing
         reading = Reading(draft_ids, cuts, written, None, hidden[:-1], decoder.logits, probes)
-        return Verification.of(scorer.score(reading, carried), hidden)
+        return Verification(**scorer.score(reading, carried).facts(), hidden=hidden)
 
     @torch.inference_mode()
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:

@@ -7,7 +7,7 @@ choices. So one read judges the whole draft, and supplies the target's own token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ class LogprobReads:
         verdict = Verdict(cuts=[], validity=[])
         if cuts != [] and self.judge is not None:
             verdict = self.judge.score(Reading(read.ids.tolist(), cuts, written, read), carried)
-        facts = {f.name: getattr(verdict, f.name) for f in fields(verdict)}
-        return ServerVerdict(**facts, choices=read.top_ids[:, 0].tolist())
+        return ServerVerdict(**verdict.facts(), choices=read.top_ids[:, 0].tolist())
 
     @property
     def reference(self) -> list[int]:

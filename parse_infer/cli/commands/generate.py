@@ -57,7 +57,7 @@ def generate(
     if settings.risk is not None and models.threshold is not None:
         raise ParseError("--risk and --threshold were both given: the calibration gives the threshold of a risk")
     needs_draft = any(row.draft is None for row in rows)
-    judged = settings.mode == "validity" and (models.threshold is None or models.threshold <= 1)
+    judged = settings.mode == "validity" and (models.threshold is None or not models.threshold > 1)
     needs_judge = models.served or judged  # over servers it reads the choices
     with models.load(needs_draft=needs_draft, needs_judge=needs_judge, expected=settings) as engine:
         check_prompts(engine.target, rows)

@@ -79,3 +79,7 @@ def test_names_and_options_are_read(rule):
         find_rule("top_k:kk=1")
     with pytest.raises(ValueError, match="k of the judge top_k is 'many'; it must be a number"):
         find_rule("top_k:k=many")
+    with pytest.raises(ValueError, match="k of the judge top_k was given twice: give one"):
+        find_rule("top_k:k=1,k=2")
+    with pytest.raises(ValueError, match=r"judge is 0\.3; give a name such as"):
+        find_rule(0.3)

@@ -12,7 +12,7 @@ from tests.parse_infer.engine.thresholds import PROMPT, partial_threshold
 
 
 @pytest.mark.parametrize("block_tokens", ["whole", "auto", 6])
-@pytest.mark.parametrize("name", ["lookup", "draft"])
+@pytest.mark.parametrize("name", ["lookup", "draft", "draft:tokens=4"])
 def test_token_drafters_change_no_span(engine, name, block_tokens):
     settings = {"max_new_tokens": 60, "block_tokens": block_tokens, "threshold": partial_threshold(engine)}
     plain = engine.generate(PROMPT, **settings)
@@ -32,7 +32,7 @@ def test_token_drafters_change_no_span(engine, name, block_tokens):
     alone = engine.generate_target(PROMPT, max_new_tokens=60)
     guided = faster.generate_target(PROMPT, max_new_tokens=60, speculate=True)
     assert guided.token_ids == alone.token_ids
-    if name == "draft":
+    if name == "draft:tokens=4":  # else measured times decide about the length
         assert guided.stats.target_forwards < alone.stats.target_forwards
 
 

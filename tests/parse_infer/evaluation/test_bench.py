@@ -255,13 +255,13 @@ def test_a_draft_model_with_other_tokens_proposes_nothing(engine, make_model):
 def test_a_draft_model_with_few_of_the_targets_tokens_takes_part_everywhere(make_model, random_adapter):
     target, draft = reduced_pair(make_model, noise=0.01)
     engine = ParseEngine.from_models(target, draft, random_adapter(target.model))
-    modes = make(engine, "target", "assisted", "target+draft", "parse", threshold=1.1)
+    modes = make(engine, "target", "assisted", "target+draft:tokens=4", "parse", threshold=1.1)
     assert isinstance(modes[-1].engine.backend.target_drafter, DraftModelProposer)
     found = {mode.name: [timed(engine, mode, p.prompt)[0] for p in PROBLEMS] for mode in modes}
     texts = {name: [generation.token_ids for generation in found[name]] for name in found}
     assert texts == dict.fromkeys(texts, texts["target"])
     alone = sum(generation.stats.target_forwards for generation in found["target"])
-    for name in ("assisted", "target+draft"):
+    for name in ("assisted", "target+draft:tokens=4"):
         assert sum(generation.stats.target_forwards for generation in found[name]) < 0.8 * alone, name
 
 
