@@ -142,16 +142,7 @@ class Labeller:
         rollouts: PrefixRollouts | None = None
         if config.asks_target:
             self.activity("target value")
-            rollouts = PrefixRollouts(
-                self.target,
-                self.decoder,
-                self.task,
-                problems,
-                sampling=config.rollout_sampling,
-                from_prompt=config.max_rollouts,  # every prefix of every draft is compared with these rollouts
-                max_new_tokens=config.max_rollout_tokens,
-                seed=config.seed,
-            )
+            rollouts = PrefixRollouts(self.target, self.decoder, self.task, problems, config)
             await rollouts.begin()
             problems, prompts = rollouts.problems, rollouts.prompts
         kept = [i for i, tally in enumerate(prompts) if tally.right or not config.drop_unsolved]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from data_tools.labels.backends import RowDecoder
+from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.drafts import render
 from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
@@ -38,12 +39,9 @@ class PrefixRollouts:
     Args:
         target: the model that writes the rollouts.
         decoder: decodes for the target, local or served.
-        task, problems: the checker, and the group. A rollout without end token within `max_new_tokens` decides
+        task, problems: the checker, and the group. A rollout without end token within `max_rollout_tokens` decides
             nothing. `OwnAnswers` gets its references from the rollouts from the bare prompts.
-        sampling: sampling settings of the rollouts.
-        from_prompt: number of rollouts from each bare prompt.
-        max_new_tokens: maximum length of a rollout.
-        seed: base of all seeds.
+        config: the number of rollouts, their sampling, length and seed.
 
     Attributes:
         problems: the group, with the references that decide.
@@ -57,14 +55,10 @@ class PrefixRollouts:
         decoder: RowDecoder,
         task: Task,
         problems: Sequence[Problem],
-        *,
-        sampling: Sampling,
-        from_prompt: int,
-        max_new_tokens: int,
-        seed: int,
+        config: BuildConfig,
     ) -> None:
         self.target, self.decoder, self.task, self.problems = target, decoder, task, list(problems)
-        self.sampling, self.max_new_tokens, self.seed = sampling, max_new_tokens, seed
+        self.config, self.sampling = config, config.rollout_sampling
         self.counts = NO_ROLLOUTS
         self._drafts: list[tuple[int, list[int]]] = []  # problem and token ids
         self._right: dict[_Prefix, list[bool | None]] = {}  # whether each rollout is right, in order; None: cut off
@@ -72,12 +66,12 @@ class PrefixRollouts:
         self._paths: list[list[tuple[int, list[int], bool]]] = [[] for _ in self.problems]
         self._prompts = decoder.prefill([render(target, problem) for problem in self.problems])
         self._contexts = self._prompts
-        self._from_prompt = from_prompt
         self.prompts: list[Tally] = []
 
     async def begin(self) -> None:
         """Decode the rollouts from the bare prompts, and set `problems` and `prompts`."""
-        target, task, n = self.target, self.task, self._from_prompt
+        target, task = self.target, self.task
+        n = self.config.max_rollouts  # every prefix of every draft is compared with these rollouts
         written = await self._decode({(i, ()): (i, len(ids), n) for i, ids in enumerate(self._prompts.ids)})
         if isinstance(task, OwnAnswers):
             texts: list[list[str]] = [[] for _ in self.problems]
@@ -132,9 +126,9 @@ class PrefixRollouts:
         rows, owners = [], []
         for key, (context, length, rollouts) in missing.items():
             problem, prefix = key
-            limit = max(0, min(self.max_new_tokens, self.target.window - length))
+            limit = max(0, min(self.config.max_rollout_tokens, self.target.window - length))
             for repeat in range(len(self._right.get(key, ())), rollouts):
-                seed = seed_of(self.seed, self.problems[problem].id, "rollout", *prefix, "repeat", repeat)
+                seed = seed_of(self.config.seed, self.problems[problem].id, "rollout", *prefix, "repeat", repeat)
                 sampling = Sampling(self.sampling.temperature, self.sampling.top_p, self.sampling.top_k, seed)
                 rows.append(BatchRow(context, length, limit, sampling))
                 owners.append(key)

@@ -24,12 +24,14 @@ class SourceKind:
         one_segment: it drafts one segment at a time.
         blocks: it can stop after a number of tokens.
         confidences: it reports its probability of each token, by which a block may end early.
+        lossless: above a threshold of 1 its drafts propose the target's own tokens.
     """
 
     is_model: bool = False
     one_segment: bool = False
     blocks: bool = False
     confidences: bool = False
+    lossless: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,6 @@ class Plan:
         source: SourceKind,
         *,
         judging: Judging | None,
-        drafts_lossless: bool = False,
         pauses: bool = False,
         streamed: bool = False,
         replayed: bool = False,
@@ -82,13 +83,12 @@ class Plan:
         Args:
             settings: with a threshold.
             judging: what the judge can score in a block: every token, or the segmenter's cuts; None without a judge.
-            drafts_lossless: above a threshold of 1, the source's drafts propose the target's own tokens.
             pauses: the target may write alone for a while, where blocks are slower.
         """
         threshold = settings.threshold
         assert threshold is not None, "the engine sets the threshold"
         exact, lossless = settings.mode == "exact", settings.mode == "exact" or threshold > 1
-        drafts = exact or threshold <= 1 or (settings.keeps_greedy_match and drafts_lossless)
+        drafts = exact or threshold <= 1 or (settings.keeps_greedy_match and source.lossless)
         by_token = lossless or judging == "token"
         usable = drafts and not source.one_segment and (settings.keeps_greedy_match or not lossless)
         continues = usable and _continues(settings.block_tokens, source, by_token)

@@ -149,6 +149,10 @@ class ValidityAdapter:
     train_problems: frozenset[str] = frozenset()
 
     @property
+    def tokens_per_cut(self) -> int:
+        return len(self.config.probe_ids)
+
+    @property
     def probe(self) -> Probe:
         return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from parse_infer.judge.adapter import ValidityConfig
-    from parse_infer.judge.probe.head import Probe
     from parse_infer.models.decoder import Trailing
 
 
@@ -87,7 +86,6 @@ class Scorer(Protocol):
     Attributes:
         k: number of the target's first choices that it reads; 0: it reads hidden states.
         by_token: it can judge every token of a block.
-        whole_drafts: it can judge whole drafts only.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
     """
 
@@ -98,13 +96,14 @@ class Scorer(Protocol):
     def by_token(self) -> bool: ...
 
     @property
-    def whole_drafts(self) -> bool: ...
-
-    @property
     def first_tokens(self) -> int: ...
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> Trailing | None:
         """Tokens to append to the pass for each cut; `start` tokens precede the draft. None: no tokens."""
+        ...
+
+    def check_blocks(self, block_tokens: int) -> None:
+        """Raise SettingsError if it cannot judge blocks of so many tokens."""
         ...
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
@@ -122,8 +121,8 @@ class Judge(Protocol):
     config: ValidityConfig
 
     @property
-    def probe(self) -> Probe:
-        """The tokens appended for each cut; empty for a judge without probes."""
+    def tokens_per_cut(self) -> int:
+        """Number of tokens that `Scorer.probes` appends for each cut."""
         ...
 
     @property

@@ -116,7 +116,7 @@ class LogprobScorer:
         to_validity: converts logits to probabilities.
     """
 
-    by_token, whole_drafts = True, False
+    by_token = True
 
     def __init__(
         self,
@@ -134,6 +134,9 @@ class LogprobScorer:
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
         return None
+
+    def check_blocks(self, block_tokens: int) -> None:
+        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         score = partial(self.token_scores, carried=carried, written=reading.written)

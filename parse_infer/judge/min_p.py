@@ -20,7 +20,6 @@ from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.logprob_head import KNOWN_TEXT
-from parse_infer.judge.probe.head import Probe
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.text.cuts import CutPolicy
 
@@ -57,8 +56,7 @@ class MinPJudge:
         ratio: default threshold.
     """
 
-    k, by_token, whole_drafts, first_tokens = 1, True, False, 0
-    probe = Probe((), "")
+    k, by_token, first_tokens, tokens_per_cut = 1, True, 0, 0
     fingerprint = "min-p"
 
     def __init__(self, tokenizer: Any, ratio: float) -> None:
@@ -77,6 +75,9 @@ class MinPJudge:
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
         return None
+
+    def check_blocks(self, block_tokens: int) -> None:
+        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         return token_verdict(reading, self.k, partial(lowest_ratios, carried=carried), torch.sigmoid)

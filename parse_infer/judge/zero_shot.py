@@ -80,6 +80,10 @@ class ZeroShotJudge:
         return ProbeScorer(self.head, self.probe, None, end_ids, model, self.config.validity)
 
     @property
+    def tokens_per_cut(self) -> int:
+        return len(self.probe.ids)
+
+    @property
     def fingerprint(self) -> str:
         return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
 

@@ -145,29 +145,29 @@ class CutPolicy:
 class Segmenter:
     """Selects the cuts for the judge, in a draft of target token ids.
 
-    Without a probe the judge scores every cut, at no cost. With a probe of P tokens it scores the first `max_cuts`
-    cuts, then each cut c at least sqrt(P * c) tokens after the previous selected cut. A probe costs P tokens of
+    A judge that appends no tokens scores every cut, at no cost. One that appends P tokens scores the first `max_cuts`
+    cuts, then each cut c at least sqrt(P * c) tokens after the previous selected cut. Each cut costs P tokens of
     prefill. A skipped cut before the first error makes the target decode half a distance of tokens again. This
     distance minimises the sum, given two assumptions. Every e-fold of the draft holds the first error with the same
     probability (1 in 5), and decoding a token costs 10 times its prefill. A draft that grows keeps its cuts.
 
     Args:
-        probe_tokens: P of the judge; 0 without a probe.
+        tokens_per_cut: P of the judge (`Judge.tokens_per_cut`).
     """
 
-    def __init__(self, tokenizer: Any, policy: CutPolicy | None = None, probe_tokens: int = 0) -> None:
+    def __init__(self, tokenizer: Any, policy: CutPolicy | None = None, tokens_per_cut: int = 0) -> None:
         self.tokenizer = tokenizer
         self.policy = policy or CutPolicy()
-        self.probe_tokens = probe_tokens
+        self.tokens_per_cut = tokens_per_cut
         self._surfaces: dict[int, str] = {}
         # Decode tokens after an anchor, because sentencepiece decoders drop the leading space of the first token.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._anchor_text = self._decode(self._anchor)
 
     @property
-    def max_probe_tokens(self) -> int:
-        """Tokens of the probes behind all cuts of a draft."""
-        return self.probe_tokens * self.policy.max_cuts
+    def max_appended_tokens(self) -> int:
+        """Tokens that the judge appends for all cuts of a draft."""
+        return self.tokens_per_cut * self.policy.max_cuts
 
     def cuts(self, draft_ids: Sequence[int]) -> list[int]:
         """Return strictly increasing token offsets in 1..len(draft_ids), ending with len(draft_ids); [] if empty.
@@ -181,7 +181,7 @@ class Segmenter:
         cuts = self._joined(texts)
         if not self.policy.rule.by_tokens and cuts and not any(text.strip() for text in texts[cuts[-1] :]):
             cuts.pop()  # the rest is whitespace and joins the last segment
-        return self._worth_a_probe([c for c in cuts if c < n] + [n])
+        return self._affordable([c for c in cuts if c < n] + [n])
 
     def first_segment_end(self, ids: Sequence[int]) -> int | None:
         """Return the number of tokens of the first complete segment, or None while it is incomplete.
@@ -221,11 +221,11 @@ class Segmenter:
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _worth_a_probe(self, cuts: list[int]) -> list[int]:
-        if not self.probe_tokens:
+    def _affordable(self, cuts: list[int]) -> list[int]:
+        if not self.tokens_per_cut:
             return cuts
         kept = cuts[: self.policy.max_cuts]
         for cut in cuts[self.policy.max_cuts :]:
-            if cut == cuts[-1] or (cut - kept[-1]) ** 2 >= self.probe_tokens * cut:
+            if cut == cuts[-1] or (cut - kept[-1]) ** 2 >= self.tokens_per_cut * cut:
                 kept.append(cut)
         return kept

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -79,8 +80,7 @@ class LocalBackend:
         self.threshold: float | None = judge.config.threshold if judge is not None else None
         if cut_policy is None:
             cut_policy = CutPolicy.from_dict(judge.config.cut_policy) if judge is not None else CutPolicy()
-        probe_tokens = 0 if judge is None else len(judge.probe.ids)
-        self.segmenter = Segmenter(target.tokenizer, cut_policy, probe_tokens)
+        self.segmenter = Segmenter(target.tokenizer, cut_policy, 0 if judge is None else judge.tokens_per_cut)
         self.verifier = Verifier(target.decoder, judge, self.segmenter)
         self.block_lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
         self._current: Request | None = None
@@ -96,7 +96,7 @@ class LocalBackend:
 
     @property
     def tokens_after_draft(self) -> int:
-        return self.segmenter.probe_tokens
+        return self.segmenter.tokens_per_cut
 
     def describe(self) -> dict[str, Any]:
         return describe_models(self.target, self.draft, self.judge, self.segmenter.policy)
@@ -112,11 +112,8 @@ class LocalBackend:
         """Refuse blocks of a judge that reads whole drafts only; "auto" is "whole" for such a judge."""
         if not isinstance(settings.block_tokens, int) or settings.mode == "exact" or (settings.threshold or 0) > 1:
             return
-        if self.verifier.scorer is not None and self.verifier.scorer.whole_drafts:
-            raise SettingsError(
-                f"block_tokens is {settings.block_tokens}, but this adapter's probe and token doubt were trained on "
-                "whole drafts: set block_tokens to whole, or use an adapter without a probe"
-            )
+        if self.verifier.scorer is not None:
+            self.verifier.scorer.check_blocks(settings.block_tokens)
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens
@@ -150,9 +147,8 @@ class LocalBackend:
         proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
         return Plan.of(
             request.settings,
-            source.kind,
+            replace(source.kind, lossless=not proposes),
             judging=self._judging,
-            drafts_lossless=not proposes,
             pauses=True,
             streamed=streamed,
             replayed=replayed,

@@ -44,9 +44,9 @@ class LocalModelPair:
         self._paused = False  # this round: the target writes alone
 
     def max_draft_tokens(self) -> int:
-        """The remaining budget, or the window minus context and one probe if that is less."""
-        probe = self.segmenter.probe_tokens if self.plan.judged == "cut" else 0
-        left = self._target.window - probe - len(self._request.context)
+        """The remaining budget, or the window minus context and the tokens of one cut if that is less."""
+        appended = self.segmenter.tokens_per_cut if self.plan.judged == "cut" else 0
+        left = self._target.window - appended - len(self._request.context)
         return min(self._request.answer.remaining_tokens, left)
 
     async def propose(self, round: int) -> Sequence[int]:
@@ -83,7 +83,7 @@ class LocalModelPair:
         """Run one target forward over [uncached context, draft, probes]; context and draft stay in the cache."""
         request, verifier = self._request, self._verifier
         decoder, context, begin = self._target.decoder, request.context, time.perf_counter()
-        decoder.reserve(len(context), request.answer.remaining_tokens + self.segmenter.max_probe_tokens)
+        decoder.reserve(len(context), request.answer.remaining_tokens + self.segmenter.max_appended_tokens)
         decoder.seek(context)
         self._read = len(context) - decoder.cached + len(draft)
         carried = request.carried

@@ -53,9 +53,9 @@ class Target:
         self.questions = judge if isinstance(judge, ZeroShotRequests) else None
         self.language = language
         self.servers = servers
-        probe_tokens = 0 if self.questions is None else len(self.questions.question)
-        self.segmenter = Segmenter(language.tokenizer, cut_policy, probe_tokens)
-        self.tokens_after_draft = 0 if judge is None else probe_tokens + 1
+        tokens_per_cut = 0 if self.questions is None else len(self.questions.question)
+        self.segmenter = Segmenter(language.tokenizer, cut_policy, tokens_per_cut)
+        self.tokens_after_draft = 0 if judge is None else tokens_per_cut + 1
 
     async def ask(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int], lease: Lease) -> Verdict:
         """Ask the target about the draft at all cuts, in one request. Raises ValueError for a malformed answer, and

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from parse_infer.errors import SettingsError
 from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.judge import Reading, Verdict
 from parse_infer.judge.probe.head import Probe, ReducedLMHead, TokenDoubt, ValidityHead, surprise
@@ -55,11 +56,14 @@ class ProbeScorer:
     def by_token(self) -> bool:
         return not self._probe.ids
 
-    @property
-    def whole_drafts(self) -> bool:
-        """With a probe and `TokenDoubt`: the bias was trained with both, and a block has no doubt about the tokens
-        before it."""
-        return bool(self._probe.ids) and self._head.tokens is not None
+    def check_blocks(self, block_tokens: int) -> None:
+        """Refuse blocks with a probe and `TokenDoubt`: the bias was trained with both, and a block has no doubt about
+        the tokens before it."""
+        if self._probe.ids and self._head.tokens is not None:
+            raise SettingsError(
+                f"block_tokens is {block_tokens}, but this adapter's probe and token doubt were trained on whole "
+                "drafts: set block_tokens to whole, or use an adapter without a probe"
+            )
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> Trailing | None:
         if not self._probe.ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parse_infer.decoding.block_length import LONGEST, REPLAYED
@@ -9,11 +11,11 @@ from parse_infer.decoding.plan import Plan, SourceKind
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
 
-TEXT = SourceKind()
-MODEL = SourceKind(is_model=True, blocks=True, confidences=True)
-SEGMENTS = SourceKind(is_model=True, one_segment=True, blocks=True, confidences=True)
-SILENT = SourceKind(is_model=True, blocks=True)  # a server that tells no probabilities
-CHAT = SourceKind(is_model=True)  # and one that cannot stop after a number of tokens
+TEXT = SourceKind(lossless=True)
+MODEL = SourceKind(is_model=True, blocks=True, confidences=True, lossless=True)
+SEGMENTS = SourceKind(is_model=True, one_segment=True, blocks=True, confidences=True, lossless=True)
+SILENT = SourceKind(is_model=True, blocks=True, lossless=True)  # a server that returns no probabilities
+CHAT = SourceKind(is_model=True, lossless=True)  # and one that cannot stop after a number of tokens
 SAMPLED = Sampling(temperature=0.7)
 
 # settings, judge, source -> judged, block, ends_early, after_rejection, the rule in statistics
@@ -44,7 +46,7 @@ TABLE = [
 
 def plan(settings: dict, judging, source: SourceKind, **facts) -> Plan:
     given = GenerationSettings(**{"threshold": 0.5, **settings})
-    return Plan.of(given, source, judging=judging, drafts_lossless=True, **facts)
+    return Plan.of(given, source, judging=judging, **facts)
 
 
 @pytest.mark.parametrize(("settings", "judging", "source", *"jbeas"), TABLE)
@@ -58,7 +60,7 @@ def test_settings_judge_and_source_decide(settings, judging, source, j, b, e, a,
 @pytest.mark.parametrize("threshold", [0.5, 2.0])
 def test_where_drafts_bring_nothing_above_one_there_are_none(threshold):
     settings = GenerationSettings(threshold=threshold)
-    found = Plan.of(settings, MODEL, judging="token", drafts_lossless=False)
+    found = Plan.of(settings, replace(MODEL, lossless=False), judging="token")
     assert found.drafts == (threshold <= 1) and found.continues == found.drafts
 
 

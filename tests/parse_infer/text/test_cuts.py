@@ -94,26 +94,28 @@ def test_without_a_probe_every_cut_is_judged(tokenizer, kind):
     assert len(cuts) >= 300 and max(b - a for a, b in zip([0, *cuts], cuts, strict=False)) <= 13
 
 
-@pytest.mark.parametrize("probe_tokens", [1, 2, 30])
+@pytest.mark.parametrize("tokens_per_cut", [1, 2, 30])
 @pytest.mark.parametrize("max_cuts", [1, 32])
-def test_with_a_probe_cuts_are_dense_first_and_then_a_root_of_their_depth_apart(tokenizer, probe_tokens, max_cuts):
+def test_cuts_with_appended_tokens_are_dense_first_then_a_root_of_their_depth_apart(
+    tokenizer, tokens_per_cut, max_cuts
+):
     """So a longer draft loses a smaller share of itself to one bad line, and to its probes."""
     policy = CutPolicy("tokens", every=5, max_cuts=max_cuts)
-    segmenter = Segmenter(tokenizer, policy, probe_tokens)
+    segmenter = Segmenter(tokenizer, policy, tokens_per_cut)
     for n in (1, 5, 150, 160, 161, 165, 1000, 8000):
         everything = Segmenter(tokenizer, policy).cuts(range(n))
         cuts = segmenter.cuts(range(n))
         assert cuts[: max_cuts - 1] == everything[: max_cuts - 1] and cuts[-1] == n and set(cuts) <= set(everything)
         for before, cut in zip(cuts[max_cuts - 1 :], cuts[max_cuts:], strict=False):
-            distance = (probe_tokens * cut) ** 0.5
+            distance = (tokens_per_cut * cut) ** 0.5
             assert (cut == n or cut - before >= distance) and cut - before < distance + 5, (before, cut)
-        assert len(cuts) <= max_cuts + 2 * (n / probe_tokens) ** 0.5 + 1
-    assert len(cuts) > max_cuts + 0.8 * (n / max(probe_tokens, 5)) ** 0.5
+        assert len(cuts) <= max_cuts + 2 * (n / tokens_per_cut) ** 0.5 + 1
+    assert len(cuts) > max_cuts + 0.8 * (n / max(tokens_per_cut, 5)) ** 0.5
 
 
 def test_a_draft_that_grows_keeps_the_cuts_that_it_had(tokenizer):
     """So that they may be judged while it is written, and the whole draft has the same ones."""
-    segmenter = Segmenter(tokenizer, CutPolicy("step", max_cuts=3), probe_tokens=2)
+    segmenter = Segmenter(tokenizer, CutPolicy("step", max_cuts=3), tokens_per_cut=2)
     ids = tokenizer.encode("".join(f"{'so ' * (i % 5)}{i}\n" for i in range(200)), add_special_tokens=False)
     whole = segmenter.cuts(ids)
     for n in range(1, len(ids), 7):
