@@ -21,7 +21,7 @@ def builder(backend: str) -> tuple[Callable[..., Any], type[Any]]:
     if backend not in BACKENDS:
         raise SettingsError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
     if backend == "vllm":
-        from parse_infer.backends.servers.backend import connect_backend
+        from parse_infer.backends.servers.connect import connect_backend
         from parse_infer.backends.servers.options import ServerOptions
 
         return connect_backend, ServerOptions

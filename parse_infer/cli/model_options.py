@@ -164,7 +164,10 @@ class ModelOptions:
         resolve(self.target_name)  # a misspelt name gets its own sentence, not one about its draft model
         proposes = self.target_drafter.split(":")[0] == "draft"
         needs_draft = needs_draft or self.draft is not None or (proposes and not served)
-        options: dict[str, Any] = {"template_options": read_pairs(self.template_option, "--template-option")}
+        options: dict[str, Any] = {
+            "judge": self.judge,
+            "template_options": read_pairs(self.template_option, "--template-option"),
+        }
         if served:
             options |= self._server_options() | {"target_options": target_options, "expected": expected}
             options |= {} if needs_draft else {"draft_url": ()}
@@ -172,7 +175,6 @@ class ModelOptions:
             check_dtype(self.dtype)
             check_dtype(self.draft_dtype or self.dtype, "int8")
             options |= {
-                "judge": self.judge,
                 "target_drafter": None if self.target_drafter == NO_DRAFTER else self.target_drafter,
                 "device": check_device(self.device),
                 "dtype": self.dtype,
@@ -228,7 +230,6 @@ class ModelOptions:
         if self.trust_remote_code:
             raise ParseError("--trust-remote-code needs --backend local: vLLM has its own model implementations")
         return {
-            "judge": self.judge,
             "target_url": self.target_url or (),
             "draft_url": self.draft_url or (),
             "local_draft": self.local_draft,

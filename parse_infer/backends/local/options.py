@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from parse_infer.backends.options import BackendOptions
 from parse_infer.errors import SettingsError
-from parse_infer.text.cuts import CutPolicy
 
 AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
 
 
 @dataclass(frozen=True)
-class LocalOptions:
-    """How the models are loaded, and which judge to use.
+class LocalOptions(BackendOptions):
+    """How the models are loaded.
 
     Raises SettingsError for an unsupported `attn_implementation`.
     """
 
     gguf_file: str | None = None
     """As in transformers, the target's file in its folder or repository."""
-    judge: str | None = None
-    """A judge without training, instead of an adapter: "min_p", "min_p:ratio=0.3" (keep draft tokens at least 0.3
-    times as likely as the target's first choice) or "zero_shot" (ask the target); see `parse_infer.judge.registry`.
-    Without adapter and judge, answers are lossless speculation."""
     target_drafter: str | None = AUTO
     """Token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder or id of a head
     (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled tokens keep their
     distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the target. None: none."""
-    cut_policy: CutPolicy | None = None
-    """Where to cut drafts; None takes the judge's training policy."""
-    calibration: str | Path | None = None
-    """File written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any."""
     device: str | torch.device | None = None
     dtype: str | torch.dtype = "auto"
     """"auto" is the dtype of the saved weights, or float32 on CPUs that are slow in 16 bits."""
@@ -44,8 +35,6 @@ class LocalOptions:
     torch_compile: bool = False
     """On a GPU, compile the decode steps of both models. They get faster, small models most; the first answers take
     up to a minute each (`parse_infer.models.cuda_graphs`)."""
-    template_options: Mapping[str, Any] | None = None
-    """Options of the chat templates, such as {"enable_thinking": False}."""
     trust_remote_code: bool = False
     revision: str | None = None
     """Branch, tag or commit of the target on the Hugging Face Hub."""

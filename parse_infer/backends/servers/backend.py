@@ -11,22 +11,18 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from parse_infer.backends.launch.supervisor import Supervisor
 from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
-from parse_infer.backends.servers.connect import check_servable, find_parts
-from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
-from parse_infer.backends.servers.options import PARALLEL, ServerOptions
+from parse_infer.backends.servers.options import PARALLEL
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair, source_kind
-from parse_infer.backends.servers.target import Target
+from parse_infer.backends.servers.parts import Parts, check_servable
 from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_text_api
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration
@@ -51,57 +47,11 @@ from parse_infer.text.tokenizer_spec import TokenizerSpec
 T = TypeVar("T")
 
 
-def connect_backend(
-    target: str | Path,
-    draft: str | Path | None = None,
-    adapter: str | Path | None = None,
-    **options: Any,
-) -> ServerBackend:
-    """Connect to servers, or start them.
-
-    Args:
-        target, draft, adapter: as in `ParseEngine.from_pretrained`.
-        options: fields of `ServerOptions`.
-
-    Raises:
-        OSError: a file or package is missing, or no server of a model answers.
-        ValueError: parts do not fit together, or a server serves another model or adapter.
-    """
-    chosen = ServerOptions(**options)
-    parts = find_parts(target, draft, adapter, chosen)
-    backend = ServerBackend(
-        parts.target,
-        parts.draft,
-        threshold=parts.threshold,
-        parallel=chosen.parallel,
-        models=parts.models,
-        train_problems=parts.train_problems,
-        calibration=parts.calibration,
-        processes=parts.processes,
-    )
-    try:
-        backend.run(backend.handshake())
-        if chosen.calibration is not None and backend.calibration is not None:
-            backend.calibration.check(backend.describe())
-    except BaseException:
-        backend.close()
-        raise
-    return backend
-
-
 class ServerBackend:
     """A stateless `Backend`: any number of engines may share the servers.
 
     Answers equal those of a `LocalBackend` up to the servers' rounding; with the zero-shot judge, one with
     `keep_greedy_match=False`. Sampled answers use other random numbers.
-
-    Args:
-        target: the target's servers and judge.
-        draft: the draft model's replicas or in-process model, with its tokenizer (None: its servers get text); None:
-            drafts are given with the prompts.
-        threshold: the judge's calibrated threshold.
-        models: names of the models; see `describe`.
-        processes: servers started for this backend; `close` ends them.
 
     Attributes:
         falls_back: if no draft server answers or the judge fails, the target answers alone at once
@@ -111,27 +61,13 @@ class ServerBackend:
     adaptive = True
     deterministic = False  # rounding depends on the server's batch
 
-    def __init__(
-        self,
-        target: Target,
-        draft: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None,
-        *,
-        threshold: float | None = None,
-        parallel: int = PARALLEL,
-        models: Mapping[str, Any] | None = None,
-        train_problems: frozenset[str] = frozenset(),
-        calibration: Calibration | None = None,
-        processes: Supervisor | None = None,
-    ) -> None:
-        self.target: TokenizerSpec = target.language
-        self.draft: TokenizerSpec | None = draft[1] if draft is not None else None
-        self.threshold = threshold
-        self.parallel = parallel
-        self.falls_back = True
-        self.train_problems, self.calibration = train_problems, calibration
-        self.processes = processes
-        self._models = dict(models or {})
-        self._target, self._drafts = target, draft
+    def __init__(self, parts: Parts, parallel: int = PARALLEL) -> None:
+        self._target, self._drafts, self._models = parts.target, parts.draft, dict(parts.models)
+        self.target: TokenizerSpec = parts.target.language
+        self.draft: TokenizerSpec | None = None if parts.draft is None else parts.draft[1]
+        self.threshold, self.calibration = parts.threshold, parts.calibration
+        self.train_problems, self.processes = parts.train_problems, parts.processes
+        self.parallel, self.falls_back = parallel, True
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`

@@ -1,9 +1,8 @@
-"""Resolve names and addresses to the parts of a `ServerBackend`; start a server for each model without address."""
+"""Connect to the servers of a `ServerBackend`; start one for each model without address."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.replicas import PATIENCE_S, ReplicaPool
 from parse_infer.backends.servers.api_keys import DRAFT_HINT, DRAFT_VARIABLE, TARGET_VARIABLE, draft_key, find_key
+from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.options import ServerOptions
+from parse_infer.backends.servers.parts import Parts, check_servable
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
@@ -38,33 +39,38 @@ from parse_infer.models.loading import (
 )
 from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import train_problems_of
-from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.cuts import CutPolicy
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 _SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than a server's overhead
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a `ServerBackend`.
+def connect_backend(
+    target: str | Path,
+    draft: str | Path | None = None,
+    adapter: str | Path | None = None,
+    **options: Any,
+) -> ServerBackend:
+    """Connect to servers, or start them.
 
-    Attributes:
-        draft: the draft model's replicas or in-process model, and its tokenizer; without one its servers get text.
-        models: names of the models.
-        train_problems: hashes of the training prompts of judge and models, see `leave_out_learnt`.
-        calibration: source of the risk promises.
-        threshold: the judge's calibrated threshold, if it has one.
-        processes: the started servers, if any.
+    Args:
+        target, draft, adapter: as in `ParseEngine.from_pretrained`.
+        options: fields of `ServerOptions`.
+
+    Raises:
+        OSError: a file or package is missing, or no server of a model answers.
+        ValueError: parts do not fit together, or a server serves another model or adapter.
     """
-
-    target: Target
-    draft: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None
-    models: dict[str, Any]
-    train_problems: frozenset[str]
-    calibration: Calibration | None
-    threshold: float | None
-    processes: Supervisor | None
+    chosen = ServerOptions(**options)
+    backend = ServerBackend(find_parts(target, draft, adapter, chosen), chosen.parallel)
+    try:
+        backend.run(backend.handshake())
+        if chosen.calibration is not None and backend.calibration is not None:
+            backend.calibration.check(backend.describe())
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
 def find_parts(
@@ -200,24 +206,6 @@ def _replicas(
     client = Client(keys["draft"], key_hint=DRAFT_HINT)
     identity = Identity("draft", client, served_draft, name_key=served_draft and "draft")
     return targets, ReplicaPool("draft", draft_urls, client, identity=identity, **shared)
-
-
-def check_servable(settings: GenerationSettings, calibration: Calibration | None, exact: bool) -> None:
-    """Raise ValueError for settings that servers cannot serve.
-
-    Args:
-        exact: the target's choices are read.
-    """
-    if settings.mode == "exact" and not exact:
-        raise SettingsError(
-            "mode 'exact' over servers reads the target's choices, as adapters on log-probabilities and min_p do: "
-            "give one of these"
-        )
-    if settings.risk is not None and calibration is None:
-        raise SettingsError(
-            f"risk is {settings.risk}, but no calibration for --backend vllm was given: run `parse-infer calibrate "
-            "--backend vllm` and pass its calibration.json"
-        )
 
 
 def _small_on_cpu(draft: str | Path) -> bool:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from parse_infer.backends.options import BackendOptions
 from parse_infer.backends.servers.logprob_reads import MAX_READ_TOKENS
 from parse_infer.errors import SettingsError
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.text.cuts import CutPolicy
 
 PARALLEL = 64  # concurrent answers
 Urls = str | Sequence[str]
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """Where the models' servers are, or how to start them, and which judge to use.
+class ServerOptions(BackendOptions):
+    """Where the models' servers are, or how to start them.
 
     Raises SettingsError for an address without http:// or https://, and for options that exclude each other.
     """
@@ -29,15 +28,6 @@ class ServerOptions:
     draft_url: Urls = ()
     """Addresses of the draft model's replicas, of any server with OpenAI's API. If it returns no token ids, drafts
     pass as text, and `draft` may be None or the model's name on the server."""
-    judge: str | None = None
-    """A judge without training, instead of an adapter, such as "min_p:ratio=0.3" (`parse_infer.judge.registry`).
-    Without adapter and judge, answers are lossless speculation."""
-    cut_policy: CutPolicy | None = None
-    """Where to cut drafts; None: the judge's policy."""
-    calibration: str | Path | None = None
-    """File written by `parse-infer calibrate`; None: the file in the adapter's folder, if any."""
-    template_options: Mapping[str, Any] | None = None
-    """Options of both chat templates."""
     api_key: str | None = None
     """API key of the target's servers; None: the environment variable VLLM_API_KEY, as in vLLM."""
     draft_api_key: str | None = None

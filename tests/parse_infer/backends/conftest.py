@@ -17,6 +17,8 @@ from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.backends.servers.in_process_draft import InProcessDraft
 from parse_infer.backends.servers.logprob_reads import LogprobReads
+from parse_infer.backends.servers.options import PARALLEL
+from parse_infer.backends.servers.parts import Parts
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
@@ -78,6 +80,7 @@ def connect() -> Iterator[Connect]:
             draft: FakeServer | None = None,
             draft_known: bool = True,
             clock: Callable[[], float] = time.monotonic,
+            parallel: int = PARALLEL,
             **options,
         ) -> tuple[ParseEngine, list[FakeServer], FakeServer]:
             targets, draft = [server_type(engine.target) for _ in range(n_targets)], draft or server_type(engine.draft)
@@ -102,12 +105,13 @@ def connect() -> Iterator[Connect]:
                 drafts = InProcessDraft(engine.draft, rows=local_rows)
             else:
                 drafts = ReplicaPool("draft", [draft.url], Client(keys[1]), **shared)
-            backend = ServerBackend(
+            parts = Parts(
                 Target(language, servers, requests, engine.backend.segmenter.policy),
                 (drafts, engine.draft if draft_known else None),
-                models={"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
+                {"backend": "vllm", "target": "target", "draft": "draft", "adapter": "judge"},
                 **options,
             )
+            backend = ServerBackend(parts, parallel)
             coordinator = ParseEngine(backend, threshold=engine.threshold)
             coordinator.adaptive = False  # so that every answer has the draft that a test is about
             stack.callback(coordinator.close)

@@ -14,7 +14,6 @@ from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.min_p import MinP
-from parse_infer.judge.probe.head import Probe
 from parse_infer.judge.registry import RULES, find_rule
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
@@ -32,8 +31,7 @@ class TopK:
 
 
 class TopKJudge:
-    by_token, whole_drafts, first_tokens = True, False, 0
-    probe, fingerprint = Probe((), ""), "top-k"
+    by_token, first_tokens, tokens_per_cut, fingerprint = True, 0, 0, "top-k"
 
     def __init__(self, tokenizer: Any, k: int) -> None:
         self.k = k
@@ -45,6 +43,9 @@ class TopKJudge:
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
         return None
+
+    def check_blocks(self, block_tokens: int) -> None:
+        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         def scores(found: TokenLogprobs) -> TokenScores:
