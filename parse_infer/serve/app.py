@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 
 from parse_infer.calibration.schema import resolve_risk
 from parse_infer.serve import errors
-from parse_infer.serve.admission import AdmissionQueue, Limits
-from parse_infer.serve.audit import Audit, RiskSettings
+from parse_infer.serve.admission import AdmissionQueue
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, ErrorBody
 from parse_infer.serve.handlers import RequestHandler
 from parse_infer.serve.metrics import Metrics
@@ -30,7 +30,7 @@ from parse_infer.serve.protocol.tokens import (
     TokenizeBody,
 )
 from parse_infer.serve.runner import Runner
-from parse_infer.settings.sampling import Sampling
+from parse_infer.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from parse_infer.serve.traces import Traces  # needs an optional extra
@@ -46,51 +46,23 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "description": "The answer, or its chunks with stream: true.", "content": events}}
 
 
-def create_app(
-    runner: Runner,
-    limits: Limits | None = None,
-    api_key: str | None = None,
-    model: str | None = None,
-    risk_settings: RiskSettings | None = None,
-    traces: Traces | None = None,
-    adaptive: bool = False,
-    strict: bool = False,
-    generation_config: bool = True,
-) -> FastAPI:
+def create_app(runner: Runner, settings: ServerSettings | None = None, traces: Traces | None = None) -> FastAPI:
     """Build the OpenAI-compatible API, metrics and demo page of one runner.
-
-    Args:
-        api_key: API key that clients must send; None: no key.
-        model: served name of the target; default: its own name.
-        adaptive: default of `GenerationSettings.adaptive`.
-        strict: reject unknown fields instead of ignoring them with a warning.
-        generation_config: take sampling defaults from the target's generation config; False: greedy.
 
     Raises:
         ValueError: the calibration does not prove the risk, or an audit has no calibration.
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
-    limits, metrics, started = limits or Limits(), Metrics(), int(time.time())
+    settings, metrics, started = settings or ServerSettings(), Metrics(), int(time.time())
+    limits, risk_settings = settings.limits, settings.risk_settings
     queue = AdmissionQueue(limits, runner.parallel)
-    risk_settings = risk_settings or RiskSettings()
     if risk_settings.risk is not None:
         resolve_risk(risk_settings.expected, runner.calibration)
     audit = Audit(runner, metrics, risk_settings, limits.request_s) if risk_settings.audit else None
     if risk_settings.risk is not None or audit is not None:
         runner.check_calibration()
-    handler = RequestHandler(
-        runner,
-        queue,
-        metrics,
-        model or runner.name,
-        risk_settings.risk,
-        adaptive,
-        strict,
-        runner.default_sampling if generation_config else Sampling(),
-        audit,
-        *(() if traces is None else (traces.note,)),
-    )
+    handler = RequestHandler(runner, queue, metrics, settings, audit, *(() if traces is None else (traces.note,)))
     app = FastAPI(
         title="PARSE",
         summary="OpenAI's API over a draft model whose answers the target verifies.",
@@ -100,7 +72,7 @@ def create_app(
         responses=_ERRORS,
     )
     app.state.queue, app.state.metrics = queue, metrics
-    app.add_middleware(RequestMiddleware, api_key=api_key, body_bytes=limits.body_bytes, metrics=metrics)
+    app.add_middleware(RequestMiddleware, api_key=settings.api_key, body_bytes=limits.body_bytes, metrics=metrics)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)

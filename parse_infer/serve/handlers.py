@@ -22,6 +22,7 @@ from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
 from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, write_whole
 from parse_infer.serve.runner import Runner, size_of
+from parse_infer.serve.settings import ServerSettings
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import changed_option
@@ -33,11 +34,6 @@ class RequestHandler:
     """Turns requests into jobs and events into responses.
 
     Args:
-        model: served name of the target.
-        risk: default risk of requests that the calibration covers.
-        adaptive: default of `GenerationSettings.adaptive`.
-        strict: reject unknown fields instead of warning.
-        sampling: default sampling of requests.
         note: called with the fields of every log record about an answer.
     """
 
@@ -46,22 +42,16 @@ class RequestHandler:
         runner: Runner,
         queue: AdmissionQueue,
         metrics: Metrics,
-        model: str,
-        risk: float | None = None,
-        adaptive: bool = False,
-        strict: bool = False,
-        sampling: Sampling | None = None,
+        settings: ServerSettings,
         audit: Audit | None = None,
         note: Callable[[Mapping[str, Any]], None] = lambda fields: None,
     ) -> None:
         self.runner = runner
         self.queue = queue
         self.metrics = metrics
-        self.model = model
-        self._risk = risk
-        self._adaptive = adaptive
-        self._strict = strict
-        self._sampling = sampling or Sampling()
+        self.model = settings.model or runner.name
+        self._server = settings
+        self._sampling = runner.default_sampling if settings.generation_config else Sampling()
         self._audit = audit
         self._note = note
 
@@ -75,7 +65,7 @@ class RequestHandler:
         switches = getattr(body, "chat_template_kwargs", None) or {}
         unread = (f"chat_template_kwargs.{name}" for name in switches if not self.runner.reads_option(name))
         unknown = [name[:60] for name in islice(chain(body.unknown(), unread), MOST_UNKNOWN)]
-        if unknown and self._strict:
+        if unknown and self._server.strict:
             raise unknown_field(ascii(unknown[0])[1:-1], type(body).model_fields)
         return [f"unknown fields ignored: {', '.join(unknown)}"] if unknown else []
 
@@ -143,14 +133,15 @@ class RequestHandler:
 
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
         """Settings of a prompt's `n` answers, and why the server's promise does not cover them (None: it does)."""
+        risk = self._server.risk_settings.risk
         settings = [body.settings(body.max_new_tokens, choice, self._sampling) for choice in range(body.choices)]
         if body.alone:
             return settings, None
         if body.draft_text is not None:
             reason = "a promise covers only what the draft model writes"
-            return settings, None if self._risk is None else reason
+            return settings, None if risk is None else reason
         if not body.says_adaptive:
-            settings = [each.override(adaptive=self._adaptive) for each in settings]
+            settings = [each.override(adaptive=self._server.adaptive) for each in settings]
         changed = changed_option(body.prompts[0], self.runner.template_options)
-        covered = [promised(each, self._risk, self.runner.calibration, changed) for each in settings]
+        covered = [promised(each, risk, self.runner.calibration, changed) for each in settings]
         return [each for each, _ in covered], covered[0][1]

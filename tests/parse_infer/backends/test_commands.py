@@ -183,7 +183,9 @@ def test_over_servers_adaptive_is_the_default(coordinated, monkeypatch, options,
     for place in ("thread_runner.ThreadRunner", "loop_runner.LoopRunner"):
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
-    monkeypatch.setattr("parse_infer.serve.app.create_app", lambda *_, adaptive, **__: calls.append(adaptive))
+    monkeypatch.setattr(
+        "parse_infer.serve.app.create_app", lambda runner, settings, traces: calls.append(settings.adaptive)
+    )
     monkeypatch.setattr("parse_infer.serve.server.ApiServer", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
     assert calls == [adaptive]
