@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from parse_infer.errors import ModelError
 
 
-def text_config(model: PreTrainedModel) -> Any:
+def text_config(model: PreTrainedModel) -> PretrainedConfig:
     """Return the configuration of the language model itself, which multi-part models nest."""
     return model.config.get_text_config(decoder=True)
+
+
+def embedding_weight(model: PreTrainedModel) -> Tensor:
+    """Return the input embeddings of all tokens, [V, H]."""
+    return cast(Tensor, model.get_input_embeddings().weight)
 
 
 def layer_windows(model: PreTrainedModel) -> dict[str, int | None]:

@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from filelock import FileLock
 from packaging.version import Version
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +33,7 @@ from transformers.utils import logging
 
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, read_json, replacing_folder, write_json
+from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.gguf_config import completed
 from parse_infer.models.names import cache_folder
 from parse_infer.optional_dependencies import EXTRAS, install
@@ -167,7 +167,7 @@ def _read(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _drop_unknown_tokens(path: Path, model: PreTrainedModel) -> None:
     """Drop added tokens beyond the embedding: transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary,
     also to those without the token (Llama 3)."""
-    n_tokens = cast(Tensor, model.get_input_embeddings().weight).shape[0]
+    n_tokens = len(embedding_weight(model))
     content = read_json(path, "convert again")
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < n_tokens]
     write_json(path, content)

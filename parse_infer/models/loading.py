@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +28,7 @@ from transformers.utils import is_accelerate_available, logging
 
 from parse_infer.errors import ModelError
 from parse_infer.files import first_sentence, lies_below, replacing_folder
+from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.cpu.int8_linear import round_to_int8
 from parse_infer.models.cpu.prepacked_linear import pack_linears
@@ -65,7 +66,7 @@ class LanguageModel(TokenizerSpec):
 
     @property
     def n_embeddings(self) -> int:
-        return cast("torch.Tensor", self.model.get_input_embeddings().weight).shape[0]
+        return len(embedding_weight(self.model))
 
 
 @dataclass
@@ -104,7 +105,7 @@ def load_language_model(
     torch_compile: bool = False,
     revision: str | None = None,
     device_map: str | Mapping[str, Any] | None = None,
-    quantization_config: Any = None,
+    quantization_config: object = None,
 ) -> LanguageModel:
     """Load weights and tokenizer to `device` (None: the GPU if available, else the CPU).
 
@@ -394,7 +395,7 @@ def _weights(
     dtype: str | torch.dtype,
     trust_remote_code: bool,
     device: torch.device | None = None,
-    **chosen: Any,
+    **chosen: object,
 ) -> PreTrainedModel:
     """Load the weights directly to `device` if possible, else to the CPU, where LoRAs are merged; `chosen` are further
     arguments of transformers' `from_pretrained`."""
@@ -404,7 +405,7 @@ def _weights(
     else:
         # Round last: load the base in its stored dtype, or in float32 if requested.
         stored = dtype if dtype == torch.float32 else "auto"
-        model = _base_weights(source, stored, trust_remote_code, **chosen)
+        model = _base_weights(source, stored, trust_remote_code, None, **chosen)
         for lora in reversed(source.loras):
             lora.merge_into(model)
         if isinstance(dtype, torch.dtype):
@@ -420,7 +421,7 @@ def _base_weights(
     dtype: str | torch.dtype,
     trust_remote_code: bool,
     device: torch.device | None = None,
-    **chosen: Any,
+    **chosen: object,
 ) -> PreTrainedModel:
     check_quantisation(_config(source, trust_remote_code), source.shown)
     # Load straight to a GPU, without a copy in host memory. transformers needs accelerate for this.

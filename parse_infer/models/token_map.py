@@ -7,12 +7,15 @@ the draft model has a small output layer. A token of the target may correspond t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.models.decoder import common_prefix
 from parse_infer.models.loading import same_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class TokenMap:
@@ -53,7 +56,9 @@ class TokenMap:
         if name in self._target.get_added_vocab():  # plain text, not in the byte alphabet
             return self._draft.encode(name, add_special_tokens=False)
         # The tokenizer's inner model accepts bytes that form no character; the tokenizer itself does not.
-        return [piece.id for piece in _backend(self._draft).model.tokenize(name)]
+        inner = _backend(self._draft)
+        assert inner is not None
+        return [piece.id for piece in inner.model.tokenize(name)]
 
 
 class TranslatedContext:
@@ -106,18 +111,18 @@ def token_map(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -
     return TokenMap(draft, target, dict(sorted(to_target.items())))
 
 
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return the Rust tokenizer, or None."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
-def _is_byte_level(backend: Any) -> bool:
-    if type(getattr(backend, "model", None)).__name__ != "BPE" or backend.pre_tokenizer is None:
+def _is_byte_level(backend: Tokenizer | None) -> TypeGuard[Tokenizer]:
+    if backend is None or type(backend.model).__name__ != "BPE" or backend.pre_tokenizer is None:
         return False
     return b"ByteLevel" in _state(backend.decoder) and not backend.model.byte_fallback
 
 
-def _split_words_alike(a: Any, b: Any) -> bool:
+def _split_words_alike(a: Tokenizer, b: Tokenizer) -> bool:
     parts = ("normalizer", "pre_tokenizer", "decoder")
     return all(_state(getattr(a, part)) == _state(getattr(b, part)) for part in parts)
 
@@ -126,7 +131,7 @@ def _state(part: Any) -> bytes:
     return b"" if part is None else part.__getstate__()
 
 
-def _splits_as(word: str, a: Any, b: Any) -> bool:
+def _splits_as(word: str, a: Tokenizer, b: Tokenizer) -> bool:
     pieces = [piece.value for piece in b.model.tokenize(word)]
     return any(a.token_to_id(piece) is None for piece in pieces) or pieces == [
         piece.value for piece in a.model.tokenize(word)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from parse_infer.errors import ModelError
 from parse_infer.files import atomic_write, lies_below, read_json, read_tensors, write_json
+from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.loading import LanguageModel
+
+if TYPE_CHECKING:
+    from parse_infer.speculation.eagle_head import EagleHead
+    from parse_infer.speculation.medusa import MedusaHead
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 WAY_OUT = "export or download the head again"
@@ -90,7 +95,7 @@ def check_shape(name: str, config: object, model: LanguageModel) -> None:
             )
 
 
-def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
+def load_state(head: EagleHead | MedusaHead, state: Mapping[str, Tensor], name: str, model: LanguageModel) -> None:
     """Load the weights and move the head to the model's device. Raise ValueError if they do not match config.json."""
     try:
         head.load_state_dict(dict(state))
@@ -103,7 +108,7 @@ def load_state(head: Any, state: Mapping[str, Tensor], name: str, model: Languag
             f"the head {name} maps to token {int(lowest if lowest < 0 else highest)}, but there are "
             f"{head.config.vocab_size}: its token map is damaged"
         )
-    weight: Any = model.model.get_input_embeddings().weight
+    weight = embedding_weight(model.model)
     head.to(weight.device, weight.dtype).eval().requires_grad_(False)
 
 
@@ -122,5 +127,5 @@ def check_sizes(model: LanguageModel, tokens: int, top_k: int, tree_tokens: int)
 
 def embed(model: LanguageModel, ids: Sequence[int]) -> Tensor:
     """Return the model's input embeddings of the tokens, [n, H]."""
-    weight: Any = model.model.get_input_embeddings().weight
+    weight = embedding_weight(model.model)
     return weight[torch.tensor(list(ids), device=weight.device)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from parse_infer.errors import ParseError
+from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_head_share, train_head
@@ -51,6 +52,8 @@ class EagleTrainingConfig(HeadTrainingConfig):
 
 class EagleModel(HeadModel):
     """Trains an EAGLE head on the positions and depths of inference. `depth_share` applies to a parallel head."""
+
+    head: EagleHead
 
     def __init__(
         self, lm: LanguageModel, head: EagleHead, steps: int, step_decay: float, depth_share: float = 1.0
@@ -104,7 +107,7 @@ class EagleModel(HeadModel):
         places = torch.cat(kept)
         depth = torch.cat([torch.full_like(k, d) for d, k in enumerate(kept)])
         ahead = len(places) - t
-        weight = cast(Tensor, self._frozen[0].model.get_input_embeddings().weight).detach()
+        weight = embedding_weight(self._frozen[0].model).detach()
         mask_token = weight[self.head.config.ptd_token_id or 0].to(embeddings.dtype).expand(b, ahead, -1)
         mask_hidden = self.head.mask_hidden.expand(b, ahead, -1)
         hidden = self.head.fc(torch.cat([features[:, :-1], mask_hidden], dim=1))

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from parse_infer.models.architecture import layer_windows, text_config
 from parse_infer.models.attention import split_attention_forward
-from parse_infer.models.cpu.fused_step import FusedStep, is_hooked, rotate
+from parse_infer.models.cpu.fused_step import FusedStep, Norm, is_hooked, rotate
 from parse_infer.models.cpu.int8_linear import Int8Linear
 from parse_infer.models.growing_kv_cache import new_cache
 
@@ -38,10 +38,10 @@ class Layer:
     key: nn.Module
     value: nn.Module
     output: nn.Module
-    query_norm: nn.Module | None
-    key_norm: nn.Module | None
-    before: nn.Module
-    between: nn.Module
+    query_norm: Norm | None
+    key_norm: Norm | None
+    before: Norm
+    between: Norm
     gate: nn.Module
     up: nn.Module
     down: nn.Module
@@ -60,7 +60,7 @@ class FastBackbone:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        backbone: Any = getattr(model, model.base_model_prefix)
+        backbone = getattr(model, model.base_model_prefix)
         config = text_config(model)
         self._embed, self._norm, self._rotary = backbone.embed_tokens, backbone.norm, backbone.rotary_emb
         self._head_size: int = backbone.layers[0].self_attn.head_dim
@@ -73,7 +73,7 @@ class FastBackbone:
     @classmethod
     def for_model(cls, model: PreTrainedModel) -> FastBackbone | None:
         """Create the backbone; None for other architectures, sliding windows or several devices."""
-        backbone: Any = getattr(model, model.base_model_prefix)
+        backbone = getattr(model, model.base_model_prefix)
         if type(backbone).__name__ not in _MODELS or not type(backbone).__module__.startswith("transformers."):
             return None
         rotary = getattr(text_config(model), "rope_parameters", None) or {}
@@ -316,5 +316,5 @@ def _difference(ours: Tensor, own: Tensor) -> float:
     return float((difference / torch.linalg.vector_norm(own.float(), dim=-1).clamp_min(1e-20)).max())
 
 
-def rms_norm(norm: Any, x: Tensor) -> Tensor:
+def rms_norm(norm: Norm, x: Tensor) -> Tensor:
     return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

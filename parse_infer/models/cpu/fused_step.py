@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from parse_infer.models.cpu.int8_linear import Int8Linear, JoinedInt8
@@ -22,6 +23,13 @@ from parse_infer.models.cpu.prepacked_linear import PrepackedLinear, is_plain
 LARGEST = 64 * 2**20  # bytes of linear weights; in larger models the matrix products dominate
 
 Product = Callable[[Tensor], Tensor]
+
+
+class Norm(Protocol):
+    """A root-mean-square norm of transformers."""
+
+    weight: Tensor
+    variance_epsilon: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class _Layer:
 class FusedStep:
     """One decode step; created by `of`."""
 
-    def __init__(self, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> None:
+    def __init__(self, layers: Sequence[Any], norm: Norm, config: PretrainedConfig, head_size: int) -> None:
         self._norm = norm
         self._kv_heads: int = config.num_key_value_heads
         self._groups: int = config.num_attention_heads // config.num_key_value_heads
@@ -55,7 +63,7 @@ class FusedStep:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, layers: Sequence[Any], norm: Any, config: Any, head_size: int) -> FusedStep | None:
+    def of(cls, layers: Sequence[Any], norm: Norm, config: PretrainedConfig, head_size: int) -> FusedStep | None:
         """Create a step from the parts of the layers (`fast_backbone`) and the last norm; None if unsupported."""
         linears = [linear for layer in layers for linear in layer.linears]
         in_8_bits = all(type(m) is Int8Linear for m in linears)

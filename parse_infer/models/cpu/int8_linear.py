@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,8 @@ def round_to_int8(model: PreTrainedModel) -> None:
         raise ModelError(f"int8 is for draft models on a CPU, not on {model.device}: use bfloat16 there")
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
         parent, _, child = name.rpartition(".")
-        linear: Any = model.get_submodule(name)
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
         try:
             rounded = Int8Linear(linear)
             rounded(torch.ones(1, rounded.in_features))
