@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
@@ -160,7 +160,9 @@ class ValidityAdapter:
     def fingerprint(self) -> str:
         return judge_fingerprint((self.peft_config, self.config.to_dict()), (self.tensors, self.head.state_dict()))
 
-    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> Scorer:
+    def scorer(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
+    ) -> Scorer:
         if isinstance(self.head, LogprobHead):
             texts = TokenTexts(tokenizer, end_ids, self.head.config.buckets)
             return LogprobScorer(self.head, texts, self.config.usual_drafts, self.config.validity)

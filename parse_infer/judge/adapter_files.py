@@ -169,7 +169,7 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     )
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """Convert the sets and enumerations in peft's configuration."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
@@ -182,5 +182,5 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)

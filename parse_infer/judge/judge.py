@@ -18,7 +18,7 @@ from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from parse_infer.judge.adapter import ValidityConfig
     from parse_infer.models.decoder import Trailing
@@ -130,7 +130,9 @@ class Judge(Protocol):
         """Identifies the judge."""
         ...
 
-    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> Scorer:
+    def scorer(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
+    ) -> Scorer:
         """Bind the judge to a target; over servers there is no `model`."""
         ...
 

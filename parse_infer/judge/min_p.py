@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityConfig
@@ -43,7 +43,7 @@ class MinP:
         if not 0 < self.ratio <= 1:
             raise SettingsError(f"the ratio of min_p is {self.ratio}; it must be above 0 and at most 1")
 
-    def load(self, tokenizer: Any, model: object = None) -> MinPJudge:
+    def load(self, tokenizer: PreTrainedTokenizerBase, model: object = None) -> MinPJudge:
         return MinPJudge(tokenizer, self.ratio)
 
 
@@ -59,7 +59,7 @@ class MinPJudge:
     k, by_token, first_tokens, tokens_per_cut = 1, True, 0, 0
     fingerprint = "min-p"
 
-    def __init__(self, tokenizer: Any, ratio: float) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ratio: float) -> None:
         self.config = ValidityConfig(
             probe_ids=(),
             probe_text="",
@@ -70,7 +70,7 @@ class MinPJudge:
             threshold=ratio,
         )
 
-    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> MinPJudge:
+    def scorer(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: object = None) -> MinPJudge:
         return self
 
     def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import SettingsError
 from parse_infer.judge.judge import Judge
@@ -18,7 +18,7 @@ from parse_infer.suggest import suggestion
 class Rule(Protocol):
     """A dataclass whose fields are the options of a judge, numbers with defaults."""
 
-    def load(self, tokenizer: Any, model: PreTrainedModel | None) -> Judge:
+    def load(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> Judge:
         """Make the judge of a target. Over servers there is no `model`."""
         ...
 

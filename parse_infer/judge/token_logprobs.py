@@ -5,10 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOWEST = -20.0  # clip of a log-probability; engines report some as -inf
 _LEAST_LEFT = 1e-6  # clip of the probability outside the first choices
@@ -98,7 +101,7 @@ class TokenTexts:
 
     FLAGS = 5  # has a digit, an operator, a line end, a letter; ends the answer
 
-    def __init__(self, tokenizer: Any, end_ids: Collection[int], buckets: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], buckets: int) -> None:
         self._tokenizer, self._end_ids, self._buckets = tokenizer, frozenset(end_ids), buckets
         self._known: dict[int, tuple[list[int], list[float]]] = {}
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import ModelError, PromptError
 from parse_infer.judge.adapter import ValidityConfig
@@ -34,7 +33,7 @@ _MARKER = "@@PREFIX-ENDS-HERE@@"
 class ZeroShot:
     """The judge by name: `judge="zero_shot"`. It has no options."""
 
-    def load(self, tokenizer: Any, model: PreTrainedModel | None) -> ZeroShotJudge:
+    def load(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> ZeroShotJudge:
         assert model is not None, "over servers `ZeroShotRequests` asks the question"
         return ZeroShotJudge(model, tokenizer)
 
@@ -56,7 +55,7 @@ class ZeroShotJudge:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         cut_policy: CutPolicy | None = None,
         question: str = QUESTION,
         words: tuple[str, str] = WORDS,
@@ -75,7 +74,9 @@ class ZeroShotJudge:
             threshold=0.5,
         )
 
-    def scorer(self, tokenizer: Any, end_ids: Collection[int], model: PreTrainedModel | None = None) -> ProbeScorer:
+    def scorer(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
+    ) -> ProbeScorer:
         assert model is not None, "over servers `ZeroShotRequests` asks the question"
         return ProbeScorer(self.head, self.probe, None, end_ids, model, self.config.validity)
 
@@ -88,14 +89,14 @@ class ZeroShotJudge:
         return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
 
 
-def question_probe(tokenizer: Any, question: str) -> Probe:
+def question_probe(tokenizer: PreTrainedTokenizerBase, question: str) -> Probe:
     """Return the question as a probe; it closes the turn if the tokenizer has a chat template."""
     chat = bool(getattr(tokenizer, "chat_template", None))
     text = chat_suffix(tokenizer, question) if chat else f"\n\n{question}\nAnswer: "
     return Probe(tuple(tokenizer.encode(text, add_special_tokens=False)), text, closes_turn=chat)
 
 
-def chat_suffix(tokenizer: Any, question: str) -> str:
+def chat_suffix(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     """Render the chat template's text between an assistant's unfinished text and the answer to `question`."""
     messages = [
         {"role": "user", "content": "?"},

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import ModelError
 from parse_infer.models.architecture import output_layer
@@ -246,7 +246,7 @@ class ValidityHead(nn.Module):
         return head
 
 
-def verbalizer_ids(tokenizer: Any, probe_text: str, words: Sequence[str]) -> tuple[int, ...]:
+def verbalizer_ids(tokenizer: PreTrainedTokenizerBase, probe_text: str, words: Sequence[str]) -> tuple[int, ...]:
     """Return the first token of each word after `probe_text`.
 
     Raises:
