@@ -71,10 +71,14 @@ def run_app(app: typer.Typer, name: str, argv: Sequence[str] | None, interrupted
     arguments = list(sys.argv[1:] if argv is None else argv)
     in_full = warnings.formatwarning
 
-    def formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
-        return f"warning: {message}\n" if category is UserWarning else in_full(message, category, *place)
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if category is UserWarning:
+            return f"warning: {message}\n"
+        return in_full(message, category, filename, lineno, line)
 
-    warnings.formatwarning = formatted  # type: ignore[assignment]
+    warnings.formatwarning = formatted
     try:
         code = app(arguments or ["--help"], prog_name=name, standalone_mode=False)
         if code == _INTERRUPTED:  # typer makes this of an interruption

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
 
 Command = Callable[..., None]
 KIND = inspect.Parameter.KEYWORD_ONLY
 
 
-def expand_parameter(name: str, offered: Iterable[inspect.Parameter], build: Callable[..., Any]) -> Callable[..., Any]:
+def expand_parameter(
+    name: str, offered: Iterable[inspect.Parameter], build: Callable[..., object]
+) -> Callable[[Command], Command]:
     """Replace a command's parameter `name` by the `offered` options; `build(**values)` makes its value."""
     offered = list(offered)
 
     def expand(command: Command) -> Command:
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(**values: object) -> None:
             chosen = {option.name: values.pop(option.name) for option in offered}
             command(**values, **{name: build(**chosen)})
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from parse_infer.cli.expand import KIND, expand_parameter
+from parse_infer.cli.expand import KIND, Command, expand_parameter
 from parse_infer.cli.options import Device, Dtype, TorchCompile, check_device, check_dtype, given, read_pairs
 from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
@@ -323,7 +323,7 @@ def of_pair(models: ModelOptions, pair: str) -> ModelOptions:
     return replace(models, target=PAIR_NAMES[pair])
 
 
-def with_models(**fixed: Any) -> Callable[..., Any]:
+def with_models(**fixed: Any) -> Callable[[Command], Command]:
     """Replace a command's parameter `models: ModelOptions` by one option per field that is not in `fixed`."""
     hints = get_type_hints(ModelOptions, include_extras=True)
     offered = [

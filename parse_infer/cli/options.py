@@ -40,7 +40,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # of Python, in JSON
 
 
-def given(**values: Any) -> dict[str, Any]:
+def given(**values: object) -> dict[str, Any]:
     """Drop the values that are None, so that the library's defaults apply."""
     return {key: value for key, value in values.items() if value is not None}
 

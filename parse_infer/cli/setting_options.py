@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
-from parse_infer.cli.expand import KIND, expand_parameter
+from parse_infer.cli.expand import KIND, Command, expand_parameter
 from parse_infer.settings.fields import SettingField, setting_fields
 from parse_infer.settings.generation import DRAFT_TEMPERATURE, GenerationSettings
 from parse_infer.settings.sampling import Sampling
@@ -30,7 +30,7 @@ def number_or_choice(text: str) -> Any:
     return int(text) if text.strip().isdecimal() else text.strip()
 
 
-def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..., Any]:
+def with_settings(without: Collection[str] = (), **defaults: object) -> Callable[[Command], Command]:
     """Replace a command's parameter `settings: GenerationSettings` by one option per field.
 
     Args:
@@ -53,7 +53,7 @@ def with_settings(without: Collection[str] = (), **defaults: Any) -> Callable[..
     return expand_parameter("settings", parameters, build)
 
 
-def _parameter(one: SettingField, defaults: dict[str, Any]) -> inspect.Parameter:
+def _parameter(one: SettingField, defaults: dict[str, object]) -> inspect.Parameter:
     if one.name in _LISTS:  # a repeatable option
         item = one.hint.__args__[0]
         return _keyword(one.name, list[item] | None, _option(one), None)  # type: ignore[valid-type]
@@ -61,7 +61,7 @@ def _parameter(one: SettingField, defaults: dict[str, Any]) -> inspect.Parameter
     return _keyword(one.name, kind | None if one.optional else kind, _option(one), defaults.get(one.name, one.default))
 
 
-def _keyword(name: str, kind: Any, option: OptionInfo, default: object) -> inspect.Parameter:
+def _keyword(name: str, kind: object, option: OptionInfo, default: object) -> inspect.Parameter:
     return inspect.Parameter(name, KIND, default=default, annotation=Annotated[kind, option])
 
 

@@ -64,7 +64,7 @@ class AssistantSettings:
 
         transformers reads them there, and a heuristic schedule also writes them there.
         """
-        before: Any = assistant.generation_config
+        before = assistant.generation_config
         names = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
         changes = dict(zip(names, (self.tokens, self.confidence, self.schedule), strict=True))
         assistant.generation_config = config = copy.deepcopy(before)
@@ -137,7 +137,7 @@ def _counted(model: nn.Module | None) -> Iterator[list[int]]:
     """Count the forwards of `model` inside the block."""
     calls = [0]
 
-    def count(module: nn.Module, arguments: Any) -> None:
+    def count(module: nn.Module, arguments: object) -> None:
         calls[0] += 1
 
     handle = model.register_forward_pre_hook(count) if model is not None else None

@@ -22,6 +22,7 @@ from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.probe.head import ValidityHead
 from parse_infer.judge.probe.lora import ProbeLoRA
 from parse_infer.judge.verifier import Verifier
+from parse_infer.models.architecture import embedding_weight, text_config
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.cpu.prepacked_linear import pack_linears
 from parse_infer.models.decoder import Decoder
@@ -157,9 +158,8 @@ def random_judge(target: LanguageModel) -> ValidityAdapter:
     return ValidityAdapter(config, head, ProbeLoRA(updates))
 
 
-def _heads(target: LanguageModel) -> dict[str, Any]:
-    own: Any = target.model.config.get_text_config(decoder=True)
-    weight: Any = target.model.get_input_embeddings().weight
+def _heads(target: LanguageModel) -> dict[str, EagleDrafter | MedusaDrafter]:
+    own, weight = text_config(target.model), embedding_weight(target.model)
     small = min(32000, own.vocab_size)
     eagle = EagleConfig(
         hidden_size=own.hidden_size,
@@ -171,19 +171,22 @@ def _heads(target: LanguageModel) -> dict[str, Any]:
         draft_vocab_size=small,
         eagle_aux_hidden_state_layer_ids=(0, own.num_hidden_layers // 2, own.num_hidden_layers),
     )
-    found: dict[str, Any] = {}
+    found: dict[str, EagleDrafter | MedusaDrafter] = {}
     with torch.device(weight.device):
-        heads = {
+        heads: dict[str, EagleHead | MedusaHead] = {
             "eagle3": EagleHead(eagle),
             "parallel": EagleHead(replace(eagle, parallel_drafting=True, ptd_token_id=0)),
             "medusa": MedusaHead(MedusaConfig(own.hidden_size, own.vocab_size, _CHAIN_TOKENS, 1, small)),
         }
     for name, head in heads.items():
         head.to(weight.dtype).eval().requires_grad_(False)
-        make: Any = MedusaDrafter if isinstance(head, MedusaHead) else EagleDrafter
         for shape, top_k in (("chain", 1), ("tree", 4)):
-            # The copy's own decoder stores the features.
-            found[f"{name}, {shape}"] = make(head, replace(target), tokens=_CHAIN_TOKENS, top_k=top_k)
+            own_features = replace(target)  # the copy's own decoder stores them
+            found[f"{name}, {shape}"] = (
+                MedusaDrafter(head, own_features, tokens=_CHAIN_TOKENS, top_k=top_k)
+                if isinstance(head, MedusaHead)
+                else EagleDrafter(head, own_features, tokens=_CHAIN_TOKENS, top_k=top_k)
+            )
     return found
 
 

@@ -29,6 +29,7 @@ from parse_infer.evaluation.mode_names import (
     needs,
 )
 from parse_infer.evaluation.records import Record
+from parse_infer.judge.judge import Judge
 from parse_infer.judge.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
@@ -123,19 +124,20 @@ def make_modes(
             speculating = _with_proposer(engine, drafter) if drafter else engine
             modes.append(Mode(name, _with(speculating.generate_target, plain, speculate=bool(drafter)), speculating))
         else:
-            variant: dict[str, Any] = {}
+            judge: Judge | None = None
+            judge_threshold = None
             length = block_tokens_of(name) or judged.block_tokens
             own = judged.override(block_tokens=length, adaptive=is_adaptive(name) or judged.adaptive)
             if base == "sequential":
-                variant, own = {"one_segment": True}, judged
+                own = judged
             elif base == "parse-min-p":
-                variant = {"judge": MinP().load(engine.target.tokenizer), "threshold": None}
+                judge = MinP().load(engine.target.tokenizer)
                 own = own.override(threshold=None)
             elif base == "parse-zero-shot":
                 judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
-                variant = {"judge": judge, "threshold": zero_shot_threshold}
+                judge_threshold = zero_shot_threshold
                 own = own.override(threshold=None)
-            parse = _with_proposer(engine, _proposer_of(engine, name), **variant)
+            parse = _with_proposer(engine, _proposer_of(engine, name), base == "sequential", judge, judge_threshold)
             parse.backend.check(own, None)
             modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
@@ -199,7 +201,7 @@ def read_draft(engine: ParseEngine, prompt: Prompt, draft: Sequence[int]) -> tup
     return seconds, next((i for i, (a, b) in enumerate(zip(own, draft, strict=True)) if a != b), len(draft))
 
 
-def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: Any) -> Answer:
+def _with(generate: Callable[..., Any], settings: GenerationSettings, **more: bool) -> Answer:
     return lambda prompt: generate(prompt, settings, **more)
 
 
@@ -213,24 +215,26 @@ def _proposer_of(engine: ParseEngine, name: str) -> str:
 def _with_proposer(
     engine: ParseEngine,
     target_drafter: str,
-    *,
     one_segment: bool = False,
-    **replaced: Any,
+    judge: Judge | None = None,
+    threshold: float | None = None,
 ) -> ParseEngine:
     """The same weights with their own decoders (heads need stored features) and this token drafter.
 
     Args:
         one_segment: the draft model writes one segment at a time, as in SpecReason (arXiv 2504.07891): the target
             judges each one before the draft model continues. Everything else is PARSE's.
-        replaced: a judge or threshold instead of the engine's.
+        judge, threshold: instead of the engine's; None: the engine's judge with its threshold.
     """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
-    policy, judge, own = engine.backend.segmenter.policy, engine.backend.judge, engine.threshold
-    given = own if judge is not None and own != engine.backend.threshold else None
+    policy = engine.backend.segmenter.policy
+    if judge is None and (judge := engine.backend.judge) is not None:
+        threshold = engine.threshold if engine.threshold != engine.backend.threshold else None
     return ParseEngine.from_models(
         target,
         draft,
-        **{"judge": judge, "threshold": given, **replaced},
+        judge=judge,
+        threshold=threshold,
         drafter=ModelDrafter(draft, target, one_segment=policy) if one_segment and draft is not None else None,
         target_drafter=load_token_drafter(target_drafter, target, draft) if target_drafter != NO_DRAFTER else None,
         cut_policy=policy,

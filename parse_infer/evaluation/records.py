@@ -34,7 +34,7 @@ class AnswerFigures:
     longest_wait_s: float | None = None
 
     @classmethod
-    def of(cls, generation: Generation, seconds: float, **own: Any) -> Self:
+    def of(cls, generation: Generation, seconds: float, **own: object) -> Self:
         """Build the record of an answer that took `seconds`; `own` has the fields that the generation lacks."""
         known = {
             **vars(generation.timings),
