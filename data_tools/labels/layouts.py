@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import and_
-from typing import Any
+from typing import Any, TypeVar
 
 from parse_infer.errors import ParseError
 
 Row = Mapping[str, Any]
+Part = TypeVar("Part")
 _STEP_TAG = "ки"
 
 
@@ -126,7 +127,7 @@ def _draft(problem: str, steps: Sequence[tuple[str, bool]], finished: bool) -> d
     return {"prompt": problem, "completions": texts, "labels": list(accumulate(ok, and_)), "finished": finished}
 
 
-def _part(row: Row, key: str, inner: str, kind: type) -> Any:
+def _part(row: Row, key: str, inner: str, kind: type[Part]) -> Part:
     outer = row.get(key)
     value = outer.get(inner) if isinstance(outer, Mapping) else None
     if not isinstance(value, kind):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from data_tools.tasks.final_answer import final_answer
 from data_tools.tasks.stated_numbers import same_number
@@ -32,7 +31,7 @@ class Gsm8k:
         check_split(split)
         file = Path(self.path)
         if file.suffix in (".jsonl", ".json"):
-            rows: Any = [row for _, row in read_jsonl(self.path, ("question", "answer"))]
+            rows = [row for _, row in read_jsonl(self.path, ("question", "answer"))]
             name = f"gsm8k-{file.stem}"
         else:
             from datasets import load_dataset

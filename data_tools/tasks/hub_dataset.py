@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_tools.tasks.row_files import rows_of_files
 from data_tools.tasks.row_task import RowTask, as_text, check_prompt
 from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id, split_of
 from parse_infer.errors import ParseError
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
 
 _BUFFER = 10_000  # rows
 
@@ -87,7 +90,7 @@ class HubDataset(RowTask):
             )
         return sources[names[split]], [ours for ours in SPLITS if names[ours] == names[split]]
 
-    def _read_rows(self, rows: Any) -> Iterator[Mapping[str, Any]]:
+    def _read_rows(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         try:
             yield from rows
         except ParseError:
@@ -124,10 +127,11 @@ class HubDataset(RowTask):
         """Return the options of a multiple-choice question, and the data set's labels of them if it has any."""
         if self.choices is None:
             return [], []
-        options: Any = self._read(row, "choices", self.choices)
+        options = self._read(row, "choices", self.choices)
         labels = []
         if isinstance(options, dict):  # as in ARC
-            options, labels = options.get("text"), options.get("label", [])
+            labels = options.get("label", [])
+            options = options.get("text")
         if not isinstance(options, list):
             raise ParseError(f"{self.path}, column {self.choices}: not a list of options but {str(options)[:40]!r}")
         return options, labels
@@ -154,7 +158,7 @@ class HubDataset(RowTask):
             ) from error
 
 
-def _streams(builder: Any, columns: set[str]) -> dict[str, Any]:
+def _streams(builder: DatasetBuilder, columns: set[str]) -> dict[str, Any]:
     """Return the rows by split. Columns that nobody needs are not read, because their types may differ by file."""
     from datasets import IterableDataset
     from datasets.packaged_modules.csv.csv import Csv

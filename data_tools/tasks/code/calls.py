@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ from data_tools.tasks.code.python_text import parse
 _MAX_EXAMPLES, _GENERATED = 20, 20  # calls
 _DEEPEST = 4  # brackets of a type hint
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Call = tuple[tuple[Any, ...], dict[str | None, Any]]
 
 
 def calls_of(prompt: str, program: str) -> tuple[str, ...]:
@@ -49,12 +50,11 @@ def _examples(name: str, text: str) -> Iterator[_Call]:
         rest = text[start.start() :]
         for end in islice(re.finditer(r"\)", rest), _MAX_EXAMPLES):
             if tree := parse(rest[: end.end()]):
-                call: Any = getattr(tree.body[0], "value", None)
-                try:
-                    named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-                    yield tuple(map(ast.literal_eval, call.args)), named
-                except (ValueError, TypeError, AttributeError):  # not literal
-                    pass
+                call = getattr(tree.body[0], "value", None)
+                if isinstance(call, ast.Call):
+                    with suppress(ValueError, TypeError):  # not literal
+                        named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+                        yield tuple(map(ast.literal_eval, call.args)), named
                 break
 
 

@@ -78,11 +78,11 @@ def _run(program: str, name: str = "", calls: tuple[str, ...] = (), tests: str =
         return None
 
 
-def _equal(one: Any, other: Any, tolerance: float) -> bool:
+def _equal(one: object, other: object, tolerance: float) -> bool:
     if type(one) is not type(other):
         return False
-    if isinstance(one, float):
+    if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) or (one != one and other != other)
-    if isinstance(one, list):
+    if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(_equal(*pair, tolerance) for pair in zip(one, other, strict=True))
     return bool(one == other)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 from lm_eval.models.utils import postprocess_generated_text
 
@@ -49,7 +48,7 @@ class LmEval:
 
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
-        task: Any = self._task
+        task = self._task
         own = task.config.training_split, task.config.validation_split, task.config.test_split
         readers = dict(zip(own, (task.training_docs, task.validation_docs, task.test_docs), strict=True))
         names = dict(zip(SPLITS, own, strict=True))
@@ -72,7 +71,7 @@ class LmEval:
     def check(self, problem: Problem, completion: str) -> bool:
         task, doc = self._task, problem.metadata["doc"]
         text = postprocess_generated_text(completion, (task.config.generation_kwargs or {}).get("until"), None)
-        answer: Any = SimpleNamespace(resps=[text], doc=doc, filtered_resps={})  # what filters read of an Instance
+        answer = SimpleNamespace(resps=[text], doc=doc, filtered_resps={})  # what filters read of an Instance
         for each in task._filters:
             each.apply([answer])
         return any(task.process_results(doc, [one])["exact_match"] >= 1 for one in answer.filtered_resps.values())
