@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ def main(config: DraftModelTrainingConfig) -> None:
     draft = load_language_model(
         config.draft, role="draft", device=config.device, dtype=config.draft_dtype, trainable=True
     )
-    modules: Any = config.lora_target_modules
+    modules = config.lora_target_modules
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_rank,
@@ -109,7 +109,7 @@ def main(config: DraftModelTrainingConfig) -> None:
     with model.disable_adapter():
         metrics |= trainer.evaluate(metric_key_prefix=_PUBLISHED)
     if config.process_index == 0:
-        merged: Any = model.merge_and_unload()
+        merged = model.merge_and_unload()
         merged.config.use_cache = True  # the Trainer turned it off
         with replacing_folder(folder / "draft") as written:
             merged.save_pretrained(written)

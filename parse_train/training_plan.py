@@ -28,11 +28,12 @@ from parse_infer.models.loading import load_served_model
 from parse_infer.text.cuts import CutPolicy
 from parse_train.counting import Counted, EveryToken, count
 from parse_train.heads import train_eagle, train_medusa
-from parse_train.heads.training import HeadTrainingConfig
+from parse_train.heads.training import HeadModel, HeadTrainingConfig
 from parse_train.judge.build_info import read_build_info
 from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.probe.model import ValidityModel
 from parse_train.judge.probe.train import build_model
 from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
@@ -103,7 +104,7 @@ class TrainingPlan:
         ]
 
 
-def load_config_of(path: str | Path, overrides: Sequence[str]) -> Any:
+def load_config_of(path: str | Path, overrides: Sequence[str]) -> object:
     """Read the configuration of a training recipe, or of a recipe of `parse-data build`, which has no key `recipe`."""
     if "recipe" in read_recipe(path):
         return load_recipe(path, overrides)[1]
@@ -142,7 +143,7 @@ def _validity(config: ValidityTrainingConfig) -> TrainingPlan:
     policy = CutPolicy.from_dict(config.cut_policy or read_build_info(config.data).cut_policy)
     b, t, k = config.per_device_train_batch_size, config.max_length, policy.max_cuts
 
-    def model_of(layers: int | None, recomputes: bool = False) -> Any:
+    def model_of(layers: int | None, recomputes: bool = False) -> ValidityModel:
         lm: Any = SimpleNamespace(
             model=outline(config.target, config.target_dtype, layers), tokenizer=spec.tokenizer, eos_ids=spec.eos_ids
         )
@@ -193,7 +194,7 @@ def _validity(config: ValidityTrainingConfig) -> TrainingPlan:
 
 
 @contextmanager
-def _second_run(model: Any) -> Iterator[None]:
+def _second_run(model: ValidityModel) -> Iterator[None]:
     """Context of a layer that the backward pass runs again, where torch has dropped `EveryToken`."""
     with EveryToken(), model.adapted(*model._adapted):
         yield
@@ -201,7 +202,8 @@ def _second_run(model: Any) -> Iterator[None]:
 
 def _logprob(config: LogprobTrainingConfig) -> TrainingPlan:
     b, k = config.per_device_train_batch_size, config.k
-    model = LogprobModel(LogprobHead(config.head), TokenTexts(None, (0,), config.buckets), 0.0, 0.0).train()
+    tokens = TokenTexts(None, (0,), config.buckets)  # type: ignore[arg-type]  # reads no text of an end token
+    model = LogprobModel(LogprobHead(config.head), tokens, 0.0, 0.0).train()
 
     def measure(t: int) -> Counted:
         def step() -> Tensor:
@@ -228,8 +230,8 @@ def _head(config: HeadTrainingConfig) -> TrainingPlan:
     frozen = size([*lm.model.parameters()])
     with torch.device("meta"):
         if isinstance(config, train_eagle.EagleTrainingConfig):
-            head: Any = train_eagle.make_head(lm, config)
-            model: Any = train_eagle.EagleModel(lm, head, config.steps, config.step_decay, config.depth_share)
+            head = train_eagle.make_head(lm, config)
+            model: HeadModel = train_eagle.EagleModel(lm, head, config.steps, config.step_decay, config.depth_share)
         else:
             assert isinstance(config, train_medusa.MedusaTrainingConfig)
             model = train_medusa.MedusaModel(lm, train_medusa.make_head(lm, config), config.steps, config.step_decay)
@@ -252,7 +254,7 @@ def _draft_model(config: DraftModelTrainingConfig) -> TrainingPlan:
     b, t = config.per_device_train_batch_size, PROMPT_TOKENS + config.max_answer_tokens
 
     def model_of(layers: int | None) -> nn.Module:
-        modules: Any = config.lora_target_modules
+        modules = config.lora_target_modules
         lora = LoraConfig(
             task_type="CAUSAL_LM",
             r=config.lora_rank,

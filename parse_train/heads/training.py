@@ -15,11 +15,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 from transformers import EvalPrediction, Trainer, set_seed
 
 from parse_infer import tracking
 from parse_infer.errors import ParseError
+from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.medusa import MedusaHead
@@ -82,7 +83,7 @@ class HeadModel(nn.Module, ABC):
         step_decay: loss weight of a step, relative to the previous step.
     """
 
-    def __init__(self, lm: LanguageModel, head: Any, steps: int, step_decay: float) -> None:
+    def __init__(self, lm: LanguageModel, head: EagleHead | MedusaHead, steps: int, step_decay: float) -> None:
         super().__init__()
         self.head = head
         self.steps, self.step_decay = steps, step_decay
@@ -108,7 +109,7 @@ class HeadModel(nn.Module, ABC):
         with torch.no_grad():
             model = self._frozen[0].model
             output = model(input_ids=input_ids, output_hidden_states=True, use_cache=False)
-            embeddings = nn.functional.embedding(input_ids, cast(Tensor, model.get_input_embeddings().weight))
+            embeddings = nn.functional.embedding(input_ids, embedding_weight(model))
             embeddings = embeddings.to(self.head.output_weights[0].dtype)
             token_ids = self.head.token_ids
             target_logits = output.logits[..., token_ids].float()
@@ -141,7 +142,7 @@ class HeadTrainer(Trainer):
             self.optimizer = MuonWithAdamW(head, head.output_weights, args.learning_rate, args.weight_decay)
         return self.optimizer
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         rows: Any = self.train_dataset if train_dataset is None else train_dataset

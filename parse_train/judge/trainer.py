@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
 
 from parse_infer import tracking
@@ -42,7 +42,7 @@ class ValidityTrainer(Trainer):
         args: JudgeTrainingConfig,
         train_dataset: ValidityDataset,
         eval_dataset: ValidityDataset,
-        **kwargs: Any,
+        data_collator: Callable[[list[Any]], dict[str, Tensor]],
     ) -> None:
         super().__init__(
             model=model,
@@ -50,14 +50,14 @@ class ValidityTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=self._metrics,
-            **kwargs,
+            data_collator=data_collator,
         )
         self.class_weights = torch.ones(2)
         if args.class_weighting == "balanced":
             self.class_weights = balanced_weights([x for e in train_dataset.examples for x in e.labels])
         self.last_evaluation: ScoredDrafts | None = None
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -91,8 +91,13 @@ class ValidityTrainer(Trainer):
                 loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super().evaluate(*args, **kwargs)
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if tracking.runs() and self.last_evaluation is not None:
             figures = {
                 "eval/reliability": reliability_diagram(self.last_evaluation),

@@ -20,7 +20,7 @@ class ContextCache(DynamicCache):
     fixed = False
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.fixed:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

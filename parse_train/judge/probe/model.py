@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.nn.functional import embedding
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -304,6 +305,6 @@ def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
         del state[name]
 
 
-def _ignore_missing_frozen(module: nn.Module, incompatible: Any) -> None:
+def _ignore_missing_frozen(module: nn.Module, incompatible: _IncompatibleKeys) -> None:
     needed = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in needed]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import set_seed
 
 import parse_infer
@@ -90,7 +90,7 @@ def load_target(config: ValidityTrainingConfig) -> LanguageModel:
 
 
 def encoder_for(config: ValidityTrainingConfig, lm: LanguageModel) -> Encoder:
-    embeddings: Any = lm.model.get_input_embeddings()
+    embeddings = cast(nn.Embedding, lm.model.get_input_embeddings())
     return Encoder(
         lm.tokenizer,
         embeddings.num_embeddings,
