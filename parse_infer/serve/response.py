@@ -192,7 +192,7 @@ class AnswerWriter:
         self._note(fields)
 
 
-def event_line(value: Any) -> bytes:
+def event_line(value: object) -> bytes:
     """One server-sent event. Readers of lines also split at the characters of `_LINE_ENDS`, so these are escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,26 +28,26 @@ _ROLES = {"developer": "system"}  # OpenAI's newer name; chat templates use the 
 
 
 class TextPart(Body):
-    type: Text = only("text")
+    type: Annotated[Text, only("text")]
     text: Text
-    cache_control: Any = ignored()
+    cache_control: object = ignored()
 
 
 class ChatMessage(Body):
     """A text message of the conversation."""
 
-    role: Text = only("system", "developer", "user", "assistant")
+    role: Annotated[Text, only("system", "developer", "user", "assistant")]
     content: Text | AtMost1024[TextPart] | None = None
     reasoning_content: Text | None = Field(None, description="The assistant's reasoning, for the chat template.")
     reasoning: Text | None = Field(None, description="vLLM's newer name of reasoning_content.")
-    tool_calls: Any = neutral([])
-    tool_call_id: Any = ignored()
-    cache_control: Any = ignored()
-    name: Any = ignored()
-    refusal: Any = ignored()
-    annotations: Any = ignored()
-    audio: Any = neutral()
-    function_call: Any = neutral()
+    tool_calls: object = neutral([])
+    tool_call_id: object = ignored()
+    cache_control: object = ignored()
+    name: object = ignored()
+    refusal: object = ignored()
+    annotations: object = ignored()
+    audio: object = neutral()
+    function_call: object = neutral()
 
     @model_validator(mode="after")
     def _check_message(self) -> ChatMessage:
@@ -93,19 +93,19 @@ class ChatBody(AnswerBody):
     )
     prediction: Prediction | None = Field(None, description="A draft that replaces the draft model's.")
 
-    tools: Any = neutral([])
-    tool_choice: Any = neutral("none", "auto")
-    parallel_tool_calls: Any = ignored()
-    response_format: Any = neutral({"type": "text"})
-    functions: Any = neutral([])
-    function_call: Any = neutral("none", "auto")
-    logprobs: Any = neutral(False)
-    top_logprobs: Any = neutral(0)
-    modalities: Any = neutral(["text"])
-    audio: Any = neutral()
-    reasoning_effort: Any = neutral()
-    verbosity: Any = neutral("medium")
-    web_search_options: Any = neutral()
+    tools: object = neutral([])
+    tool_choice: object = neutral("none", "auto")
+    parallel_tool_calls: object = ignored()
+    response_format: object = neutral({"type": "text"})
+    functions: object = neutral([])
+    function_call: object = neutral("none", "auto")
+    logprobs: object = neutral(False)
+    top_logprobs: object = neutral(0)
+    modalities: object = neutral(["text"])
+    audio: object = neutral()
+    reasoning_effort: object = neutral()
+    verbosity: object = neutral("medium")
+    web_search_options: object = neutral()
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:

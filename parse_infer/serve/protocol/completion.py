@@ -13,7 +13,7 @@ from parse_infer.serve.runner import TokenPrompt
 from parse_infer.text.prompts import Verbatim
 
 
-def _form(prompt: Any) -> str | None:
+def _form(prompt: object) -> str | None:
     """Type tag of a prompt, by its first item, so that pydantic tries only one type."""
     if isinstance(prompt, str):
         return "str"
@@ -40,10 +40,10 @@ class CompletionBody(AnswerBody):
     add_special_tokens: bool | None = Field(
         None, description="false: no BOS token before a text. A text that begins with it gets no second one."
     )
-    best_of: Any = neutral(1)
-    echo: Any = neutral(False)
-    suffix: Any = neutral("")
-    logprobs: Any = neutral()
+    best_of: object = neutral(1)
+    echo: object = neutral(False)
+    suffix: object = neutral("")
+    logprobs: object = neutral()
 
     @property
     def prompts(self) -> list[Verbatim | TokenPrompt]:

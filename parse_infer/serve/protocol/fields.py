@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StrictInt,
@@ -22,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from parse_infer.serve.errors import value_errors_as_400
@@ -52,7 +54,7 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 
 
-def _at_most_16(stop: Any) -> Any:
+def _at_most_16(stop: object) -> object:
     if isinstance(stop, list) and len(stop) > 16:
         raise PydanticCustomError("too_many", "give at most 16 texts, not {n}", {"n": len(stop)})
     return stop
@@ -62,7 +64,7 @@ Stop = Annotated[Text | list[Text], BeforeValidator(_at_most_16), Field(json_sch
 DEEPEST = 32  # levels of a nested object, which templates and our own code walk recursively
 
 
-def _shallow(value: Any) -> Any:
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
     level, depth = [value], 0
     while level:
         level = [
@@ -83,17 +85,17 @@ Nested = Annotated[dict[str, Any], AfterValidator(_shallow)]
 _ONLY = "Other values are passed to the target's own server, with the vllm backend."
 
 
-def neutral(*values: Any) -> Any:
+def neutral(*values: JsonValue) -> object:
     """A field that is supported here only with neutral values: null or one of `values`."""
     return Field(default=None, description=_ONLY, json_schema_extra={"enum": [None, *values]})
 
 
-def only(*values: Any) -> Any:
+def only(*values: JsonValue) -> FieldInfo:
     """A required field that is supported here only with these values."""
     return Field(description=_ONLY, json_schema_extra={"enum": list(values)})
 
 
-def ignored() -> Any:
+def ignored() -> object:
     """An OpenAI field without influence on the answer; it is not passed through."""
     return Field(default=None, description="Accepted and ignored.", exclude=True)
 
@@ -106,7 +108,7 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _note_unknown(cls, fields: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+    def _note_unknown(cls, fields: object, read: ModelWrapValidatorHandler[Self]) -> Self:
         body = read(fields)
         if isinstance(fields, dict):
             unknown = (str(name) for name in fields if name not in cls.model_fields)
@@ -126,7 +128,7 @@ class Body(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _support_only(cls, value: Any, field: ValidationInfo) -> Any:
+    def _support_only(cls, value: object, field: ValidationInfo) -> object:
         """Report each value that `neutral` and `only` leave out as `unsupported`, beside all other errors."""
         extra = cls.model_fields[field.field_name or ""].json_schema_extra
         if isinstance(extra, dict) and "enum" in extra and value not in extra["enum"]:  # type: ignore[operator]
@@ -145,7 +147,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: each chunk has its choice's usage so far."
     )
-    include_obfuscation: Any = ignored()
+    include_obfuscation: object = ignored()
 
 
 # Settings that a request has as fields of OpenAI's or vLLM's API, not under "parse".
@@ -183,7 +185,7 @@ class ParseOptions(create_model("Settings", __base__=Body, **_parse_fields())): 
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, fields: Any) -> Any:
+    def _refuse_unknown(cls, fields: object) -> object:
         for name in fields if isinstance(fields, dict) else ():
             if name not in cls.model_fields:
                 known = {"name": ascii(str(name)[:60])[1:-1], "known": [*cls.model_fields]}
@@ -211,26 +213,26 @@ class AnswerBody(Body):
     stream_options: StreamOptions | None = None
     parse: ParseOptions | None = None
 
-    frequency_penalty: Any = neutral(0)
-    presence_penalty: Any = neutral(0)
-    repetition_penalty: Any = neutral(1)
-    min_p: Any = neutral(0)
-    logit_bias: Any = neutral({})
-    bad_words: Any = neutral([])
-    allowed_token_ids: Any = neutral()
-    structured_outputs: Any = neutral()
-    include_stop_str_in_output: Any = neutral(False)
-    skip_special_tokens: Any = neutral(True)
-    use_beam_search: Any = neutral(False)
-    prompt_logprobs: Any = neutral()
+    frequency_penalty: object = neutral(0)
+    presence_penalty: object = neutral(0)
+    repetition_penalty: object = neutral(1)
+    min_p: object = neutral(0)
+    logit_bias: object = neutral({})
+    bad_words: object = neutral([])
+    allowed_token_ids: object = neutral()
+    structured_outputs: object = neutral()
+    include_stop_str_in_output: object = neutral(False)
+    skip_special_tokens: object = neutral(True)
+    use_beam_search: object = neutral(False)
+    prompt_logprobs: object = neutral()
 
-    user: Any = ignored()
-    metadata: Any = ignored()
-    store: Any = ignored()
-    service_tier: Any = ignored()
-    safety_identifier: Any = ignored()
-    prompt_cache_key: Any = ignored()
-    prompt_cache_retention: Any = ignored()
+    user: object = ignored()
+    metadata: object = ignored()
+    store: object = ignored()
+    service_tier: object = ignored()
+    safety_identifier: object = ignored()
+    prompt_cache_key: object = ignored()
+    prompt_cache_retention: object = ignored()
 
     @model_validator(mode="after")
     def _check(self) -> AnswerBody:
