@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from parse_infer.errors import SettingsError
 
+T = TypeVar("T")
 
-def setting(default: Any, text: str, **bounds: float) -> Any:
+
+def setting(default: T, text: str, **bounds: float) -> T:
     """Define a dataclass field with a help text and bounds (`ge`, `gt`, `le`, `lt`, as in pydantic)."""
     return field(default=default, metadata={"help": text, "bounds": bounds})
 
@@ -34,7 +36,7 @@ class SettingField:
     name: str
     hint: Any
     optional: bool
-    default: Any
+    default: object
     help: str
     bounds: dict[str, Any]
 
