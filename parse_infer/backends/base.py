@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.loop import PairWrapper
 from parse_infer.decoding.plan import Plan
+from parse_infer.drafters.text import TextDrafter
+from parse_infer.errors import PromptError
 from parse_infer.judge.judge import Verdict
 from parse_infer.request.events import Event
 from parse_infer.request.request import Request
@@ -17,9 +19,10 @@ from parse_infer.text.cuts import Segmenter
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 T = TypeVar("T")
+Source = TypeVar("Source")  # of drafts: a type of the backend
 
 
-class Backend(Protocol):
+class Backend(Protocol[Source]):
     """Runs the models of a `ParseEngine`.
 
     Attributes:
@@ -45,7 +48,7 @@ class Backend(Protocol):
     falls_back: bool
 
     @property
-    def judge(self) -> Any: ...
+    def judge(self) -> object: ...
 
     @property
     def segmenter(self) -> Segmenter: ...
@@ -88,7 +91,7 @@ class Backend(Protocol):
         """The settings of lossless speculation, for a request to an engine without a judge."""
         ...
 
-    def draft_source(self, request: Request, draft_text: Any) -> Any:
+    def draft_source(self, request: Request, draft_text: str | TextDrafter | None) -> Source | PromptError:
         """Return the source of a request's drafts: `draft_text`, or the draft model if that is None. The
         `PromptError` is returned if the draft model refuses the prompt.
 
@@ -96,12 +99,12 @@ class Backend(Protocol):
         """
         ...
 
-    def plan(self, request: Request, source: Any, *, streamed: bool, replayed: bool) -> Plan:
+    def plan(self, request: Request, source: Source, *, streamed: bool, replayed: bool) -> Plan:
         """Decide how to answer the request from this source of drafts."""
         ...
 
     def with_draft(
-        self, request: Request, plan: Plan, source: Any, wrap: PairWrapper | None
+        self, request: Request, plan: Plan, source: Source, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer from drafts, except `Done`."""
         ...

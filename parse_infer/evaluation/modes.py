@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -228,7 +228,7 @@ def _with_proposer(
     """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
     policy = engine.backend.segmenter.policy
-    if judge is None and (judge := engine.backend.judge) is not None:
+    if judge is None and (judge := cast("Judge | None", engine.backend.judge)) is not None:  # a local backend's
         threshold = engine.threshold if engine.threshold != engine.backend.threshold else None
     return ParseEngine.from_models(
         target,
