@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parse_infer.backends.options import BackendOptions
 from parse_infer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 AUTO = "auto"  # token drafter: the draft model, if all its tokens are tokens of the target
 
@@ -42,10 +45,10 @@ class LocalOptions(BackendOptions):
     device_map: str | Mapping[str, Any] | None = None
     """As in transformers, the devices of the target's layers, instead of `device` ("auto" divides it among all GPUs).
     The draft model goes to the first of them."""
-    quantization_config: Any = None
+    quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None
     """As in transformers, such as `BitsAndBytesConfig`. For weights that are stored quantised, the configuration is in
     their folder."""
-    draft_quantization_config: Any = None
+    draft_quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None
     attn_implementation: str | None = None
     """"sdpa" only. The verification pass has an attention function of its own, which calls PyTorch's kernels, with
     flash attention where a GPU has it."""

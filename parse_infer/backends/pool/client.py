@@ -266,9 +266,11 @@ def _parsed(content: bytes, url: str) -> Any:
         raise TransientServerError(f"{url} sent incomplete JSON ({len(content)} bytes)") from error
 
 
-def _choice(answer: Any, url: str) -> Any:
+def _choice(answer: object, url: str) -> dict[str, Any] | None:
     """The first choice of a response or chunk, or None without choices."""
-    if isinstance(answer, dict) and answer.get("error"):
+    if not isinstance(answer, dict):
+        raise TransientServerError(f"{url} sent no completion")
+    if answer.get("error"):
         raise TransientServerError(f"{url} answered with an error")
     try:
         choice = next(iter(answer["choices"]), None)
@@ -281,7 +283,7 @@ def _choice(answer: Any, url: str) -> Any:
         raise TransientServerError(f"{url} sent no completion") from error
 
 
-def _probabilities(choice: Any) -> list[float]:
+def _probabilities(choice: dict[str, Any]) -> list[float]:
     """The probability of each token of a chunk; empty if the server lists none."""
     listed = (choice.get("logprobs") or {}).get("token_logprobs") or []
     return [math.exp(value) for value in listed if isinstance(value, (int, float))]

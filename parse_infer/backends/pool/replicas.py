@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from parse_infer.backends.pool.balancer import Balancer
 from parse_infer.backends.pool.circuit import FAILURES, Circuit
@@ -26,6 +26,7 @@ from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
 
+T = TypeVar("T")
 log = logging.getLogger("parse_infer.backends")
 
 PATIENCE_S = 120.0  # while no replica is healthy
@@ -135,7 +136,7 @@ class ReplicaPool:
         """
         body = self._with_common_fields(body, lease)
 
-        async def request(url: str) -> Any:
+        async def request(url: str) -> object:
             return read(await self._client.post(url, body), url)
 
         return await self._with_retries(request, lease, path)
@@ -191,13 +192,17 @@ class ReplicaPool:
         self,
         path: str,
         body: dict[str, Any],
-        lease: Lease | None = None,
-        silence_s: float | None = None,
-        read: Callable[[Any, str], Any] = lambda response, url: response,
-    ) -> AsyncGenerator[Any, None]:
+        lease: Lease | None,
+        silence_s: float | None,
+        read: Callable[[Any, str], T],
+    ) -> AsyncGenerator[T, None]:
         """Stream a request: yield what `read` makes of the objects of its response.
 
-        `silence_s` is as in `written`, `read` as in `ask`. Raises as `ask` does, and retries no stream that has begun.
+        Args:
+            silence_s: as in `written`.
+            read: reads an object from an address; raises TransientServerError for an incomplete one.
+
+        Raises as `ask` does, and retries no stream that has begun.
         """
         body = self._with_common_fields(body, lease)
         begun, tried = False, self._no_attempts(lease)
@@ -249,10 +254,10 @@ class ReplicaPool:
 
     async def _with_retries(
         self,
-        request: Callable[[str], Awaitable[Any]],
+        request: Callable[[str], Awaitable[T]],
         lease: Lease | None,
         path: str = COMPLETIONS,
-    ) -> Any:
+    ) -> T:
         tried = self._no_attempts(lease)
         while tried.left:
             server = await self._server(lease, tried)
@@ -337,7 +342,7 @@ class ReplicaPool:
                 raise
             raise TransientServerError(server.last_error) from error
 
-    async def _next(self, attempt: Attempt, pieces: AsyncGenerator[Any, None], silence_s: float | None) -> Any:
+    async def _next(self, attempt: Attempt, pieces: AsyncGenerator[T, None], silence_s: float | None) -> T | None:
         """The next piece of a stream, or None at its end. Raises TransientServerError after `silence_s` of silence."""
         limit_s = attempt.limit_s(silence_s)
         try:

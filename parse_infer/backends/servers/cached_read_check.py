@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -95,7 +94,7 @@ class CachedReadCheck:
                 return True
         return bool(cached)
 
-    async def _try_read(self) -> Any:
+    async def _try_read(self) -> object:
         """A cached read of context and draft, or None if the server refuses it.
 
         vLLM's model runner V1 returns uninitialised memory for cached tokens, and refuses where that is no JSON (400).
@@ -105,7 +104,7 @@ class CachedReadCheck:
         except RequestRejected:
             return None
 
-    async def _read(self, ids: Sequence[int]) -> Any:
+    async def _read(self, ids: Sequence[int]) -> object:
         start = min(len(self._context), len(ids)) - 1
         return await self._servers.ask_one(self._server, *self._dialect.cached_read(ids, start, self._reads.k))
 

@@ -94,7 +94,7 @@ class LogprobReads:
         known: dict[str, Any] = self.config.logprobs["reference"]
         return known
 
-    def check(self, response: Any, dialect: Dialect, url: str) -> None:
+    def check(self, response: object, dialect: Dialect, url: str) -> None:
         """Raise ValueError if the response to a read of `reference` comes from another model than the adapter's
         target, or lacks log-probabilities that the judge reads."""
         try:

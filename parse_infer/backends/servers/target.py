@@ -104,7 +104,7 @@ class Target:
     def _judge(
         self,
         dialect: Dialect,
-        response: Any,
+        response: object,
         draft: Sequence[int],
         cuts: Sequence[int] | None,
         carried: Carried,
@@ -115,7 +115,7 @@ class Target:
 
     async def _read_cached(
         self, context: Sequence[int], ids: Sequence[int], lease: Lease
-    ) -> tuple[Dialect, Any] | None:
+    ) -> tuple[Dialect, object] | None:
         """The response with the scores of all tokens after the context, and its dialect; None without such scores."""
         assert self.reads is not None
         dialect = lease.server.dialect

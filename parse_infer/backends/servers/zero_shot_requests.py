@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import ServerError
 from parse_infer.judge.probe.head import verbalizer_ids
@@ -24,12 +26,12 @@ class ZeroShotRequests:
         ValueError: as `ZeroShotJudge` does.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Collection[int], top: int = TOP) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], top: int = TOP) -> None:
         probe = question_probe(tokenizer, QUESTION)
         self.question = probe.ids
         self._end_ids = frozenset(end_ids) if probe.closes_turn else frozenset()  # the question ends the turn itself
         self._answers = verbalizer_ids(tokenizer, probe.text, WORDS)
-        self._texts = {tokenizer.decode([id]): id for id in self._answers}
+        self._texts = {cast("str", tokenizer.decode([id])): id for id in self._answers}
         self._top = top
 
     def request(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:

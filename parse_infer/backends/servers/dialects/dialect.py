@@ -49,7 +49,7 @@ class Dialect:
         """As `read`, but for the tokens after `ids[start]`, and computes only what the prefix cache lacks."""
         raise NotImplementedError
 
-    def parse(self, response: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
+    def parse(self, response: object, ids: Sequence[int], k: int) -> TokenLogprobs:
         """Return the log-probabilities of the last tokens of a prompt, `ids`, from the response to a read.
 
         Raises ServerError for a response that `read_prompt_logprobs` refuses.
@@ -60,11 +60,11 @@ class Dialect:
             entries = None
         return read_prompt_logprobs(entries, ids, k)
 
-    def entries(self, response: Any, ids: Sequence[int]) -> Any:
+    def entries(self, response: object, ids: Sequence[int]) -> object:
         """The list that `read_prompt_logprobs` reads. May raise a LookupError, TypeError or ValueError."""
         raise NotImplementedError
 
-    def cached_tokens(self, response: Any) -> int | None:
+    def cached_tokens(self, response: object) -> int | None:
         """Number of prompt tokens from the prefix cache, which have no entries; None: the response does not say."""
         raise NotImplementedError
 

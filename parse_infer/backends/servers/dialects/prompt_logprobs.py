@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from parse_infer.errors import ServerError
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
 
-def read_prompt_logprobs(entries: Any, ids: Sequence[int], k: int) -> TokenLogprobs:
+def read_prompt_logprobs(entries: object, ids: Sequence[int], k: int) -> TokenLogprobs:
     """Return the log-probabilities of the last tokens of a prompt, `ids`.
 
     Args:

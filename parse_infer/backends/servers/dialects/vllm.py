@@ -27,7 +27,7 @@ class VLLM(Dialect):
         body = self.read(ids, k).body
         return Call({"token_ids": body.pop("prompt"), "sampling_params": body | settings}, GENERATE)
 
-    def entries(self, response: Any, ids: Sequence[int]) -> Any:
+    def entries(self, response: Any, ids: Sequence[int]) -> object:
         holder = response if "prompt_logprobs" in response else response["choices"][0]
         return holder["prompt_logprobs"]
 
