@@ -7,9 +7,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from parse_infer.errors import CalibrationError, ParseError
+
+if TYPE_CHECKING:
+    from parse_infer.text.prompts import Prompt
 
 
 class HasPrompt(Protocol):
@@ -19,13 +22,13 @@ class HasPrompt(Protocol):
     def id(self) -> str: ...
 
     @property
-    def prompt(self) -> Any: ...
+    def prompt(self) -> Prompt: ...
 
 
 P = TypeVar("P", bound=HasPrompt)
 
 
-def prompt_hash(prompt: Any) -> str:
+def prompt_hash(prompt: object) -> str:
     """Identify a prompt by 16 hex digits of its SHA-256, independent of its problem's id.
 
     A text and a single user message with that text are the same prompt.

@@ -23,6 +23,7 @@ from parse_infer.calibration.risk import least_problems, n_passing, p_value, upp
 from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
 from parse_infer.errors import CalibrationError
 from parse_infer.models.environment import describe_run
+from parse_infer.request.output import Generation
 from parse_infer.settings.acceptance import ACCEPT_NOTHING, Acceptance, check_share
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.settings.sampling import Sampling
@@ -245,7 +246,7 @@ def _outcome(
     from_replay = engine.deterministic and not timed
     if not from_replay:
         engine.clear_caches()
-        alone: Any = engine.generate_target(problem.prompt, plain)
+        alone = engine.generate_target(problem.prompt, plain)
     majority = _majority(engine, problem, same, settings) if settings.samples else None
     losses: list[list[float]] = []
     disagreed: list[list[bool]] = []
@@ -255,6 +256,7 @@ def _outcome(
         replay.clear_caches()
         if from_replay:
             alone = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
+        assert isinstance(alone, Generation)
         cut_off = alone.finish_reason == "length"
         right = check(problem, alone.text)
         if right is None and settings.loss == "accuracy":
@@ -302,7 +304,8 @@ def _time_each_text(
     for key in dict.fromkeys(keys):
         same = [point for point, other in zip(order, keys, strict=True) if other == key]
         engine.clear_caches()
-        timed: Any = engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2])))
+        timed = engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2])))
+        assert isinstance(timed, Generation)
         if timed.fallback not in (None, "unusual_draft"):
             raise CalibrationError(f"an answer to problem {problem.id} has no draft ({timed.fallback}): run it again")
         took[key] = round(timed.timings.total_s, 4)
@@ -319,7 +322,8 @@ def _majority(
     texts = []
     for seed in range(settings.samples):
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
-        sample: Any = engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling)
+        sample = engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling)
+        assert isinstance(sample, Generation)
         texts.append(sample.text)
     votes = [sum(same(one, other) for other in texts) for one in texts]
     return texts[votes.index(max(votes))]

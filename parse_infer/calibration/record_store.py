@@ -99,6 +99,6 @@ def progress_bar(console: Console | None = None) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console or Console(stderr=True))
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -225,11 +225,11 @@ def risks(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted(set(map(float, values))))
 
 
-def _identity(part: Any) -> Any:
+def _identity(part: object) -> object:
     return (part["weights"], part.get("dtype")) if isinstance(part, dict) and "weights" in part else part
 
 
-def _name(part: Any) -> Any:
+def _name(part: object) -> object:
     if not isinstance(part, dict) or "name" not in part:
         return part
     return f"{part['name']} in {part['dtype']}" if "dtype" in part else part["name"]
