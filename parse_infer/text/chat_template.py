@@ -36,11 +36,16 @@ def render_chat(
     Raises:
         ChatTemplateError: the template fails on the messages, or drops what the answer should continue.
     """
-    formed: Any = [{**message, "content": _content(tokenizer, message)} for message in messages]
-    apply: Any = tokenizer.apply_chat_template
-    mode = {"add_generation_prompt": then == "reply", "continue_final_message": then == "continue"}
+    formed: list[dict[str, Any]] = [{**message, "content": _content(tokenizer, message)} for message in messages]
     try:
-        return cast("str", apply(formed, tokenize=False, **mode, **options))
+        rendered = tokenizer.apply_chat_template(
+            formed,
+            add_generation_prompt=then == "reply",
+            continue_final_message=then == "continue",
+            tokenize=False,
+            **options,
+        )
+        return cast("str", rendered)
     except Exception as error:  # a template is a program, and fails as one
         reason = first_sentence(error)[:_LONGEST_REASON].rstrip(".")
         if then == "continue" and "final message does not appear" in reason:
@@ -110,7 +115,7 @@ def takes_parts(template: str, role: str, special_tokens: tuple[tuple[str, str],
     vLLM looks for a loop over `message['content']` and calls this content format "openai". This function renders a
     message in both forms, which finds such loops in macros too, and takes text where both work.
     """
-    question: Any = _parts("?") if role != "user" and takes_parts(template, "user", special_tokens) else "?"
+    question = _parts("?") if role != "user" and takes_parts(template, "user", special_tokens) else "?"
     user_turn = {"role": "user", "content": question}
     render, shown = cast("Any", render_jinja_template), []
     for content in (_MARKER, _parts(_MARKER)):

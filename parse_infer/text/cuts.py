@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from parse_infer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ends = Callable[[Sequence[str], int], list[int]]
 """Maps the texts of a draft's tokens, and `CutPolicy.every`, to the increasing offsets after which a segment ends.
@@ -155,7 +158,9 @@ class Segmenter:
         tokens_per_cut: P of the judge (`Judge.tokens_per_cut`).
     """
 
-    def __init__(self, tokenizer: Any, policy: CutPolicy | None = None, tokens_per_cut: int = 0) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, policy: CutPolicy | None = None, tokens_per_cut: int = 0
+    ) -> None:
         self.tokenizer = tokenizer
         self.policy = policy or CutPolicy()
         self.tokens_per_cut = tokens_per_cut
@@ -218,8 +223,9 @@ class Segmenter:
             self._surfaces[token_id] = text
         return text
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast("str", text)
 
     def _affordable(self, cuts: list[int]) -> list[int]:
         if not self.tokens_per_cut:

@@ -62,7 +62,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, decode: Callable[[list[int]],
         return WindowText(decode, frozenset(tokenizer.all_special_ids))
     vocabulary = _vocabularies.get(tokenizer)
     if vocabulary is None:
-        vocabulary = _vocabularies[tokenizer] = Vocabulary(tokenizer.backend_tokenizer)
+        vocabulary = _vocabularies[tokenizer] = Vocabulary(tokenizer)
     if vocabulary.decoders == ["ByteLevel"]:
         return ByteText(vocabulary)
     if "ByteLevel" in vocabulary.decoders:
@@ -197,7 +197,8 @@ class Vocabulary:
         special_ids: tokens without text.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = tokenizer.backend_tokenizer
         self.decoders = _step_types({} if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self._backend = backend
