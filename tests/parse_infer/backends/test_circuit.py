@@ -288,7 +288,7 @@ def test_the_client_gets_the_retry_after_of_resting_servers(engine, connect):
 @pytest.mark.parametrize("fault", ["500", "hangs", "gone", 402])
 def test_a_draft_server_that_fails_costs_one_short_try(engine, connect, fault, server_type, clock, monkeypatch):
     """Its health is fine all the time."""
-    monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2)
+    monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2 if fault == "hangs" else 30.0)
     draft = None if server_type is None else server_type(engine.draft)
     coordinator, _, draft = connect(engine, draft=draft, clock=clock)
     draft.faults.extend([(fault, {}) if isinstance(fault, int) else fault] * 1000)
@@ -300,6 +300,8 @@ def test_a_draft_server_that_fails_costs_one_short_try(engine, connect, fault, s
         assert len(draft.bodies) == n, "one answer of three had to try"
         clock.now += 2 ** (n - 1)
     draft.faults.clear()
+    for module, limit in ((server_pair, "DRAFT_SILENCE_S"), (retries, "TRIAL_SILENCE_S")):
+        monkeypatch.setattr(module, limit, 30.0)  # a busy machine is no fault
     clock.now += 60
     found = coordinator.generate(PROMPT, **SETTINGS)
     assert found.fallback is None and found.stats.accepted_tokens

@@ -48,7 +48,7 @@ def test_a_request_that_is_silent_beyond_a_given_limit_is_tried_once_more(engine
         server.faults.extend(["hangs"] * 5)
 
         async def write() -> None:
-            pool = ReplicaPool("target", [server.url], Client(timeout_s=0.1), attempts=6)
+            pool = ReplicaPool("target", [server.url], Client(timeout_s=0.3), attempts=6)
             try:
                 await pool.handshake()
                 settings = {"stop_token_ids": [], "temperature": 0}
