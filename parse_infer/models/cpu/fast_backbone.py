@@ -2,7 +2,7 @@
 
 The backbone uses the same modules and weights and gives the same results up to rounding. It omits masks for tokens
 that see everything, the rotary table of each step, and a dozen small operations in each norm and rotation. For one
-token of a small model on a CPU this overhead costs more than the matrix products (docs/results/cpu.md).
+token of a small model on a CPU this overhead costs more than the matrix products (docs/reference/cpu.md).
 """
 
 from __future__ import annotations

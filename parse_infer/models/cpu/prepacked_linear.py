@@ -1,7 +1,7 @@
 """Linear layers with weights in oneDNN's own memory layout, the fastest layout on a CPU.
 
 A decode step is bound by memory bandwidth. With one input row, PyTorch's matrix library reaches about half of the
-bandwidth in the ordinary layout, and nearly all of it in oneDNN's layout (docs/results/cpu.md). `torch.compile` also
+bandwidth in the ordinary layout, and nearly all of it in oneDNN's layout (docs/reference/cpu.md). `torch.compile` also
 prepacks frozen weights.
 """
 
