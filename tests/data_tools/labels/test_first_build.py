@@ -15,6 +15,7 @@ from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.build_plan import make_plan
 from data_tools.labels.inspect import inspect_folder
+from data_tools.labels.rollout_counts import RolloutCounts
 from data_tools.labels.rows import read_rows
 from data_tools.labels.shards import GroupFolder
 from data_tools.tasks.registry import load_task
@@ -117,6 +118,11 @@ def test_prompts_that_the_draft_model_learnt_are_left_out(
     assert problems[45].prompt not in labelled and summary.left_out == 42
     line = ("excluded problems, left out", "42")
     assert line in summary.lines() and f"| {line[0]} | 42 |" in Path(config.output_dir, "README.md").read_text()
+
+
+@pytest.mark.parametrize(("cut", "warns"), [(0, False), (20, False), (21, True)])
+def test_a_build_warns_above_two_percent_of_cut_rollouts(cut: int, warns: bool) -> None:
+    assert (RolloutCounts(rollouts=1000, cut=cut).warning(256) is not None) == warns
 
 
 @pytest.mark.slow

@@ -586,6 +586,15 @@ def test_an_interruption_prints_one_line(monkeypatch, capsys, arguments):
     assert capsys.readouterr().err.split() == ["interrupted"]
 
 
+def test_an_interrupted_build_prints_one_line(monkeypatch, capsys):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_tools.labels.build.build", interrupt)
+    assert data_main(["build", "recipes/data.yaml"]) == 130
+    assert "interrupted" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_option_values_are_json_or_pythons_constants_or_text():
     pairs = ["a=false", "b=False", "c=True", "d=None", "e=0.5", "f=falsch", 'g="False"']
     values = {"a": False, "b": False, "c": True, "d": None, "e": 0.5, "f": "falsch", "g": "False"}

@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BltConfig,
+    BltForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
@@ -262,6 +264,7 @@ def tiny(config_class, model_class, **extra):
     return model_class(config_class(**{**shape, **extra}))
 
 
+BLT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
 REFUSED = {
     "caps its attention scores": lambda: tiny(Gemma2Config, Gemma2ForCausalLM),
@@ -284,6 +287,11 @@ REFUSED = {
     ),
     "MambaForCausalLM has linear_attention layers": lambda: MambaForCausalLM(
         MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    ),
+    "BltForCausalLM does not take attention functions": lambda: BltForCausalLM(
+        BltConfig(
+            vocab_size=64, **{f"{part}_config": dict(BLT) for part in ("patcher", "encoder", "decoder", "global")}
+        )
     ),
     "encoder-decoder": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)

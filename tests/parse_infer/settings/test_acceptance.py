@@ -6,7 +6,18 @@ import itertools
 
 import pytest
 
-from parse_infer.settings.acceptance import ACCEPT_NOTHING, check_threshold, maximal_valid_prefix, reachable_prefixes
+from parse_infer.settings.acceptance import (
+    ACCEPT_NOTHING,
+    check_threshold,
+    describe_threshold,
+    maximal_valid_prefix,
+    reachable_prefixes,
+)
+
+
+def test_a_threshold_that_accepts_nothing_is_shown_as_such():
+    shown = [describe_threshold(threshold) for threshold in (None, 0.5, 1.0, ACCEPT_NOTHING)]
+    assert shown == ["none", "0.5", "1", "accepts nothing"]
 
 
 def test_first_failure_stops_at_the_first_cut_below_the_threshold():
