@@ -17,7 +17,6 @@ EXTRAS = {
     "accelerate": "train",
     "peft": "train",
     "sklearn": "train",
-    "tokenizers": "train",
     "wandb": "train",
     "lm_eval": "eval",
     "gguf": "gguf",

@@ -112,7 +112,7 @@ def connect() -> Iterator[Connect]:
                 **options,
             )
             backend = ServerBackend(parts, parallel)
-            coordinator = ParseEngine(backend, threshold=engine.threshold)
+            coordinator = ParseEngine(backend, threshold=None if judge is None else engine.threshold)
             coordinator.adaptive = False  # so that every answer has the draft that a test is about
             stack.callback(coordinator.close)
             coordinator.backend.run(coordinator.backend.handshake())
