@@ -112,3 +112,11 @@ def test_a_threshold_without_a_judge_is_refused_before_models_are_loaded(engine)
     )
     with pytest.raises(ValueError, match="judge is 'min_p'; give a ValidityAdapter"):
         ParseEngine.from_models(engine.target, engine.draft, "min_p")
+
+
+def test_timed_reads_without_a_judge_wait_for_the_device(engine, monkeypatch):
+    """Else the clock would measure the launch on a GPU, and blocks would get a wrong length."""
+    waits = []
+    monkeypatch.setattr("parse_infer.backends.local.pair.wait_for", waits.append)
+    rounds = engine.generate(PROMPT, max_new_tokens=20, mode="exact").stats.rounds
+    assert len(waits) >= rounds > 0 and set(waits) == {engine.target.decoder.device}
