@@ -137,7 +137,9 @@ def make_modes(
                 judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
                 judge_threshold = zero_shot_threshold
                 own = own.override(threshold=None)
-            parse = _with_proposer(engine, _proposer_of(engine, name), base == "sequential", judge, judge_threshold)
+            parse = _with_proposer(
+                engine, _proposer_of(engine, name), judge, judge_threshold, one_segment=base == "sequential"
+            )
             parse.backend.check(own, None)
             modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
@@ -215,16 +217,17 @@ def _proposer_of(engine: ParseEngine, name: str) -> str:
 def _with_proposer(
     engine: ParseEngine,
     target_drafter: str,
-    one_segment: bool = False,
     judge: Judge | None = None,
     threshold: float | None = None,
+    *,
+    one_segment: bool = False,
 ) -> ParseEngine:
     """The same weights with their own decoders (heads need stored features) and this token drafter.
 
     Args:
+        judge, threshold: instead of the engine's; None: the engine's judge with its threshold.
         one_segment: the draft model writes one segment at a time, as in SpecReason (arXiv 2504.07891): the target
             judges each one before the draft model continues. Everything else is PARSE's.
-        judge, threshold: instead of the engine's; None: the engine's judge with its threshold.
     """
     target, draft = replace(engine.target), replace(engine.draft) if engine.draft is not None else None
     policy = engine.backend.segmenter.policy

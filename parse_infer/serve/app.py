@@ -30,7 +30,7 @@ from parse_infer.serve.protocol.tokens import (
     TokenizeBody,
 )
 from parse_infer.serve.runner import Runner
-from parse_infer.serve.settings import ServerSettings
+from parse_infer.serve.settings import ApiSettings
 
 if TYPE_CHECKING:
     from parse_infer.serve.traces import Traces  # needs an optional extra
@@ -46,7 +46,7 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "description": "The answer, or its chunks with stream: true.", "content": events}}
 
 
-def create_app(runner: Runner, settings: ServerSettings | None = None, traces: Traces | None = None) -> FastAPI:
+def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Traces | None = None) -> FastAPI:
     """Build the OpenAI-compatible API, metrics and demo page of one runner.
 
     Raises:
@@ -54,7 +54,7 @@ def create_app(runner: Runner, settings: ServerSettings | None = None, traces: T
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
-    settings, metrics, started = settings or ServerSettings(), Metrics(), int(time.time())
+    settings, metrics, started = settings or ApiSettings(), Metrics(), int(time.time())
     limits, risk_settings = settings.limits, settings.risk_settings
     queue = AdmissionQueue(limits, runner.parallel)
     if risk_settings.risk is not None:

@@ -22,7 +22,7 @@ from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
 from parse_infer.serve.protocol.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from parse_infer.serve.response import AnswerWriter, CancellableResponse, Shape, write_whole
 from parse_infer.serve.runner import Runner, size_of
-from parse_infer.serve.settings import ServerSettings
+from parse_infer.serve.settings import ApiSettings
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import changed_option
@@ -42,7 +42,7 @@ class RequestHandler:
         runner: Runner,
         queue: AdmissionQueue,
         metrics: Metrics,
-        settings: ServerSettings,
+        settings: ApiSettings,
         audit: Audit | None = None,
         note: Callable[[Mapping[str, Any]], None] = lambda fields: None,
     ) -> None:

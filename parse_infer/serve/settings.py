@@ -1,4 +1,4 @@
-"""`ServerSettings`: what an operator chooses about the API of one server."""
+"""`ApiSettings`: what an operator chooses about the API of one server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parse_infer.serve.audit import RiskSettings
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ApiSettings:
     """Limits, access and the defaults of requests."""
 
     limits: Limits = field(default_factory=Limits)

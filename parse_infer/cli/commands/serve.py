@@ -64,7 +64,7 @@ def serve(
     from parse_infer.serve.audit import RiskSettings
     from parse_infer.serve.runner import Runner
     from parse_infer.serve.server import ApiServer, listen
-    from parse_infer.serve.settings import ServerSettings
+    from parse_infer.serve.settings import ApiSettings
     from parse_infer.serve.thread_runner import ThreadRunner
 
     risk_settings = RiskSettings(risk, audit, same_answer)
@@ -84,9 +84,7 @@ def serve(
         runner = ThreadRunner(models.load)
     try:
         adaptive = models.served if adaptive is None else adaptive
-        settings = ServerSettings(
-            limits, api_key, served_model_name, risk_settings, adaptive, strict, generation_config
-        )
+        settings = ApiSettings(limits, api_key, served_model_name, risk_settings, adaptive, strict, generation_config)
         app = create_app(runner, settings, traces)
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -26,6 +25,9 @@ from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.judge.probe.activated_lora import ADAPTER, LoraOptions, attach_activated_lora
 from parse_train.judge.probe.context_cache import ContextCache
 from parse_train.judge.probe.draft_states import DraftStates, StateStore
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
 
 _NO_TOKEN = -1e4  # outside the draft; finite: logcumsumexp has no gradient for a row of -inf
 

@@ -87,6 +87,17 @@ def test_without_a_judge_an_answer_is_lossless_speculation(engine, connect):
         coordinator.generate(PROMPTS[0], threshold=0.5)
 
 
+def test_lossless_answers_ask_no_judge(engine, connect, monkeypatch):
+    coordinator, *_ = connect(engine)
+    scorers = (engine.backend.verifier.scorer, coordinator.backend.judge.judge)
+    for scorer in scorers:
+        monkeypatch.setattr(scorer, "score", lambda *_: pytest.fail("the judge was asked"), raising=True)
+    alone = engine.generate_target(PROMPT, max_new_tokens=24).token_ids
+    for each in (engine, coordinator):
+        for settings in ({"mode": "exact"}, {"mode": "exact", "block_tokens": 6}):
+            assert each.generate(PROMPT, max_new_tokens=24, **settings).token_ids == alone
+
+
 def test_the_engine_answers_in_a_notebook_and_in_threads(engine, connect):
     """A notebook's event loop runs in the thread that asks."""
     coordinator, *_ = connect(engine)

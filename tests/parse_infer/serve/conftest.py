@@ -19,7 +19,7 @@ from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.app import create_app
 from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.server import ApiServer, listen
-from parse_infer.serve.settings import ServerSettings
+from parse_infer.serve.settings import ApiSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling
@@ -77,10 +77,10 @@ def running(
     traces: Traces | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """`options`: further fields of `ServerSettings`."""
+    """`options`: further fields of `ApiSettings`."""
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    settings = ServerSettings(limits, api_key, risk_settings=risk_settings or RiskSettings(), **options)
+    settings = ApiSettings(limits, api_key, risk_settings=risk_settings or RiskSettings(), **options)
     app = create_app(runner, settings, traces)
     server = ApiServer(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

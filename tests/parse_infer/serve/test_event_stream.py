@@ -34,7 +34,7 @@ from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
 from parse_infer.serve.runner import Job, Moment
-from parse_infer.serve.settings import ServerSettings
+from parse_infer.serve.settings import ApiSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling, seed_of
@@ -365,7 +365,7 @@ def test_a_promise_for_other_models_is_refused_at_the_start(make_engine):
     try:
         for risk_settings in (RiskSettings(0.05), RiskSettings(audit=0.5)):
             with pytest.raises(ValueError, match="made with another dtype"):
-                create_app(runner, ServerSettings(risk_settings=risk_settings))
+                create_app(runner, ApiSettings(risk_settings=risk_settings))
         create_app(runner)  # of no concern without a promise
     finally:
         runner.close()
