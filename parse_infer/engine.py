@@ -404,12 +404,12 @@ class ParseEngine:
         needed = len(prompt_ids) + len(draft) + self.backend.tokens_after_draft
         if needed > target.window:
             raise PromptError(
-                f"Prompt, response and probe have {needed} tokens, beyond the context window of {target.name!r} "
+                f"Prompt, response and judge have {needed} tokens, beyond the context window of {target.name!r} "
                 f"({target.window}): shorten the response."
             )
         cuts = None
         if cut_policy is not None:
-            cuts = Segmenter(target.tokenizer, cut_policy, self.backend.tokens_after_draft).cuts(draft)
+            cuts = Segmenter(target.tokenizer, cut_policy, self.backend.segmenter.tokens_per_cut).cuts(draft)
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
         answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))

@@ -87,6 +87,23 @@ def test_without_a_judge_an_answer_is_lossless_speculation(engine, connect):
         coordinator.generate(PROMPTS[0], threshold=0.5)
 
 
+def test_scores_have_the_cuts_of_the_local_engine(engine, connect):
+    """More cuts than `max_cuts`: a judge that appends no tokens scores them all."""
+    coordinator, *_ = connect(engine)
+    response, cuts = "Tom has 5 apples. " * 8, CutPolicy("tokens", every=1)
+    ours, theirs = (each.score(PROMPT, response, cut_policy=cuts) for each in (engine, coordinator))
+    assert len(theirs.segments) == len(ours.segments) > cuts.max_cuts
+
+
+def test_a_read_needs_a_token_behind_the_scored_response(make_engine, connect):
+    engine = make_engine()
+    coordinator, *_ = connect(engine)
+    engine.target.window = n = len(engine.target.render(PROMPT)) + len("He has 5.")
+    assert engine.score(PROMPT, "He has 5.", finished=False).segments
+    with pytest.raises(ValueError, match=f"have {n + 1} tokens, beyond the context window"):
+        coordinator.score(PROMPT, "He has 5.", finished=False)
+
+
 def test_lossless_answers_ask_no_judge(engine, connect, monkeypatch):
     coordinator, *_ = connect(engine)
     scorers = (engine.backend.verifier.scorer, coordinator.backend.judge.judge)
