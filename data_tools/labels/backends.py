@@ -136,7 +136,7 @@ def load_writer(config: BuildConfig, role: Role) -> Writer:
         getattr(config, role),
         role=role,
         device=config.device,
-        dtype=config.dtype,
+        dtype=(role == "draft" and config.draft_dtype) or config.dtype,
         trust_remote_code=config.trust_remote_code,
         template_options=config.template_options,
     )

@@ -70,6 +70,13 @@ class BuildConfig:
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
     )
+    draft_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype of the draft model, as dtype, or int8 on a CPU; default: dtype.",
+            "choices": ["auto", "float32", "bfloat16", "float16", "int8"],
+        },
+    )
     device: str | None = field(default=None, metadata={"help": "Device of both models; default: the GPU, if any."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run model code shipped with the weights."})
     template_options: dict[str, Any] = field(
@@ -327,6 +334,7 @@ class BuildConfig:
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         # Folders of earlier versions do not have these keys.
         defaults = {"token_labels": 0.0, "check_with": "task", "adapter": "", "thresholds": [], "prefix_labels": True}
+        defaults |= {"draft_dtype": None}
         for key, default in defaults.items():
             if values[key] == default:
                 del values[key]

@@ -7,7 +7,7 @@ import builtins
 import symtable
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,10 +38,12 @@ class Docstrings:
     Args:
         packages: names of top-level modules; their files are read, not imported.
         run_code: allow to run code that models write, in a sandbox.
+        instruction: text after the prompt.
     """
 
     packages: list[str] = field(default_factory=list)
     run_code: bool = False
+    instruction: str = ""
     name: str = "docstrings"
 
     def __post_init__(self) -> None:
@@ -72,7 +74,8 @@ class Docstrings:
             # Exactly: two readings of a clock differ by less than a check tolerates.
             if same_function(str(problem.prompt), problem.reference, again, tolerance=0.0):
                 count += 1
-                yield problem
+                # The split and the id are those of the bare prompt.
+                yield replace(problem, prompt=f"{problem.prompt}{self.instruction}")
 
     def check(self, problem: Problem, completion: str) -> bool:
         return same_function(str(problem.prompt), problem.reference, completion)
