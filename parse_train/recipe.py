@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 RECIPES = {
     "validity": "parse_train.judge.probe.train",
     "logprob": "parse_train.judge.logprob.train",
+    "stream": "parse_train.judge.stream.train",
     "draft_model": "parse_train.train_draft_model",
     "eagle": "parse_train.heads.train_eagle",
     "medusa": "parse_train.heads.train_medusa",

@@ -155,14 +155,39 @@ def random_ids() -> Callable[..., list[int]]:
     return ids
 
 
+def random_lora(
+    model: PreTrainedModel, probe_ids: tuple[int, ...], rank: int, generator: torch.Generator
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights and configuration of a LoRA on all linear layers; without probe tokens an ordinary one."""
+    tensors, targets = {}, set()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            key = f"base_model.model.{path}"
+            a = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
+            b = torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
+            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+            targets.add(path.rsplit(".", 1)[-1])
+    return tensors, {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(targets),
+        "bias": "none",
+    } | ({"alora_invocation_tokens": list(probe_ids)} if probe_ids else {})
+
+
 @pytest.fixture(scope="session")
 def random_adapter() -> Callable[..., Any]:
     """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
-    without probe tokens it has token doubt alone, with `logprobs` a head on log-probabilities."""
+    without probe tokens it has token doubt alone, with `logprobs` a head on log-probabilities, with `stream` that and
+    a second stream."""
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
     from parse_infer.judge.probe.head import ValidityHead
     from parse_infer.judge.probe.lora import ProbeLoRA
+    from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
     from parse_infer.models.fingerprint import describe_target
 
     def make(
@@ -173,9 +198,10 @@ def random_adapter() -> Callable[..., Any]:
         token_rank: int = 3,
         vocabulary: tuple[int, ...] = (),
         logprobs: bool = False,
+        stream: bool = False,
     ) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        if logprobs:
+        if logprobs or stream:
             sizes = LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64)
             reader = LogprobHead(sizes)
             with torch.no_grad():
@@ -190,27 +216,17 @@ def random_adapter() -> Callable[..., Any]:
                 cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
                 threshold=0.5,
             )
-            return ValidityAdapter(config, reader.requires_grad_(False).eval())
-        tensors, targets = {}, set()
-        for path, module in model.named_modules():
-            if probe_ids and isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
-                key = f"base_model.model.{path}"
-                a = torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5
-                b = torch.randn(module.out_features, rank, generator=generator) * rank**-0.5
-                tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-                targets.add(path.rsplit(".", 1)[-1])
-        peft_config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": 2 * rank,
-            "lora_dropout": 0.0,
-            "target_modules": sorted(targets),
-            "bias": "none",
-            "alora_invocation_tokens": list(probe_ids),
-        }
-        if not probe_ids:
-            peft_config = {}
+            if not stream:
+                return ValidityAdapter(config, reader.requires_grad_(False).eval())
+            head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, floor=-1.0))
+            for layer in (head.project, head.beside, head.out):
+                torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+                torch.nn.init.zeros_(layer.bias)
+            config.stream = {"head": asdict(head.stream), "start_from": "runs/logprob/adapter"}
+            tensors, peft_config = random_lora(model, (), rank, generator)
+            lora = ProbeLoRA.from_peft(peft_config, tensors, model, activated=False)
+            return ValidityAdapter(config, head.requires_grad_(False).eval(), lora, peft_config, tensors)
+        tensors, peft_config = random_lora(model, probe_ids, rank, generator) if probe_ids else ({}, {})
         part = torch.tensor(vocabulary) if vocabulary else None
         head = ValidityHead(model.config.hidden_size, token_rank, part, probe=bool(probe_ids))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The validity adapter: a probe, a LoRA for the probe tokens, and a head on the probe's last hidden state.
+"""The validity adapter: a head, and a LoRA for the tokens that only judge, which are probes or a second stream.
 
 An exported adapter is a folder: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
 `validity_head.safetensors`, `validity_config.json` and `README.md`. An adapter without a probe has no peft files. A
@@ -23,6 +23,8 @@ from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, Logpr
 from parse_infer.judge.probe.head import Probe, ValidityHead
 from parse_infer.judge.probe.lora import ProbeLoRA
 from parse_infer.judge.probe.scorer import ProbeScorer
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.stream.scorer import StreamScorer
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
@@ -42,6 +44,7 @@ class ValidityConfig:
         token_rank: inner size of the head's `TokenDoubt`; 0: no token doubt.
         logprobs: sizes of a `LogprobHead`, how its training data was read, a known text, and ranges of the drafts that
             it can judge (`UsualDrafts`); None: a head on hidden states.
+        stream: sizes of the `StreamHead` around it, and the adapter whose head it was; None: no second stream.
         surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
         closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
         verbalizer: the words (valid, not valid) that the head was initialised from; None: it started at 0.
@@ -61,6 +64,7 @@ class ValidityConfig:
     token_rank: int = 0
     surprise_vocab_size: int = 0
     logprobs: dict[str, Any] | None = None
+    stream: dict[str, Any] | None = None
     closes_turn: bool = False
     verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
@@ -82,16 +86,20 @@ class ValidityConfig:
         return (logits if fitted is None else logits * fitted["scale"] + fitted["shift"]).sigmoid()
 
     @property
+    def adapts(self) -> bool:
+        """Whether the adapter has a LoRA."""
+        return bool(self.probe_ids) or self.stream is not None
+
+    @property
     def usual_drafts(self) -> UsualDrafts | None:
         """The drafts that a `LogprobHead` can judge; None: all."""
         usual = (self.logprobs or {}).get("usual")
         return UsualDrafts.from_dict(usual) if usual else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of validity_config.json; without `logprobs` if None, so that fingerprints of earlier
-        adapters hold."""
-        values = asdict(self)
-        return values if self.logprobs is not None else {k: v for k, v in values.items() if k != "logprobs"}
+        """Return the content of validity_config.json; without `logprobs` and `stream` if None, so that fingerprints of
+        earlier adapters hold."""
+        return {k: v for k, v in asdict(self).items() if v is not None or k not in ("logprobs", "stream")}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ValidityConfig:
@@ -122,6 +130,10 @@ class ValidityConfig:
                 raise ModelError(
                     "validity_config.json has damaged logprobs.usual: export the adapter again"
                 ) from error
+        if (stream := values.get("stream")) is not None:
+            sizes = {f.name for f in fields(StreamHeadConfig)}
+            if read is None or not isinstance(stream, dict) or set(stream.get("head") or ()) != sizes:
+                raise ModelError("validity_config.json has an incomplete stream: export the adapter again")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
             raise ModelError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
@@ -142,7 +154,7 @@ class ValidityAdapter:
     """
 
     config: ValidityConfig
-    head: ValidityHead | LogprobHead
+    head: ValidityHead | LogprobHead | StreamHead
     lora: ProbeLoRA | None = None
     peft_config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -163,9 +175,14 @@ class ValidityAdapter:
     def scorer(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
     ) -> Scorer:
-        if isinstance(self.head, LogprobHead):
+        if isinstance(self.head, LogprobHead | StreamHead):
             texts = TokenTexts(tokenizer, end_ids, self.head.config.buckets)
-            return LogprobScorer(self.head, texts, self.config.usual_drafts, self.config.validity)
+            facts = texts, self.config.usual_drafts, self.config.validity
+            if isinstance(self.head, LogprobHead):
+                return LogprobScorer(self.head, *facts)
+            assert self.lora is not None and model is not None
+            # More tokens in a forward cost a GPU little, and a CPU as much as in another one.
+            return StreamScorer(self.head, self.lora, *facts, one_pass=model.device.type != "cpu")
         assert model is not None, "hidden states are read in the target's process"
         return ProbeScorer(self.head, self.probe, self.lora, end_ids, model, self.config.validity)
 
@@ -178,12 +195,13 @@ class ValidityAdapter:
         Raises:
             ValueError: the adapter lacks its LoRA weights, or `folder` exists and is no adapter folder.
         """
-        if self.config.probe_ids and not (self.peft_config and self.tensors):
+        if self.config.adapts and not (self.peft_config and self.tensors):
             raise ModelError("an adapter without its peft configuration and weights cannot be saved")
         peft_config = dict(self.peft_config)
         if peft_config:
             peft_config["base_model_name_or_path"] = self.config.target.get("name")
-            peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
+            if self.config.probe_ids:
+                peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
         head = {
             name: tensor.float() if tensor.is_floating_point() else tensor
             for name, tensor in self.head.state_dict().items()
@@ -202,23 +220,29 @@ class ValidityAdapter:
         """
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
-        if config.logprobs is None and not config.target.get("fingerprint"):
+        if (config.logprobs is None or config.stream) and not config.target.get("fingerprint"):
             raise ModelError("validity_config.json has no fingerprint of the target: export the adapter again")
         check_target(str(name_or_path), config.target, describe_target(target))
         head = read_head(str(name_or_path), config, files.head).to(target.device)
-        lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target) if config.probe_ids else None
+        lora = None
+        if config.adapts:
+            lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target, activated=bool(config.probe_ids))
         return cls(config, head, lora, files.peft_config, files.tensors, files.train_problems)
 
 
-def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> ValidityHead | LogprobHead:
+def read_head(
+    adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]
+) -> ValidityHead | LogprobHead | StreamHead:
     """Build the head from an adapter's files, in float32 and without gradient.
 
     Raises:
         ValueError: the files do not match each other, or name tokens outside the target's vocabulary.
     """
-    head: ValidityHead | LogprobHead
+    head: ValidityHead | LogprobHead | StreamHead
     if config.logprobs is not None:
         head = LogprobHead(LogprobHeadConfig(**config.logprobs["head"]))
+        if config.stream is not None:
+            head = StreamHead(head, StreamHeadConfig(**config.stream["head"]))
     else:
         size = config.surprise_vocab_size
         vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None

@@ -79,13 +79,13 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
 
     check(CONFIG, HEAD)
     config = read_json(folder / CONFIG, WAY_OUT)
-    probed = config.get("probe_ids") != []
-    if probed:
+    adapts = config.get("probe_ids") != [] or config.get("stream") is not None
+    if adapts:
         check(PEFT_CONFIG, PEFT_WEIGHTS)
     return AdapterFiles(
         folder=folder.absolute(),
-        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if probed else {},
-        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if probed else {},
+        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if adapts else {},
+        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if adapts else {},
         head=read_tensors(folder / HEAD, WAY_OUT),
         validity_config=config,
         train_problems=read_train_problems(folder),

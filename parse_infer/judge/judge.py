@@ -33,18 +33,22 @@ class Reading:
         cuts: K strictly increasing offsets in 0..T to judge; None: every token, as in a block.
         written: tokens that the target has written since the last accepted draft token.
         found: log-probabilities that a server returned; None: `logprobs` computes them.
+        context: the tokens before the draft; empty over servers.
         hidden: [T, H], the final-norm states before the tokens; None over servers.
         logits: the output layer, [n, H] -> [n, V]; None over servers.
-        probes: [K * P, H], the states of the tokens that `Scorer.probes` appended.
+        trailing: [n, H], the states of the tokens that `Scorer.trailing` appended to the pass; None: it appended none.
+        read: reads tokens after context and draft in another pass, and returns their states [n, H]; None over servers.
     """
 
     draft: Sequence[int]
     cuts: Sequence[int] | None
     written: Sequence[int] = ()
     found: TokenLogprobs | None = None
+    context: Sequence[int] = ()
     hidden: Tensor | None = None
     logits: Callable[[Tensor], Tensor] | None = None
-    probes: Tensor | None = None
+    trailing: Tensor | None = None
+    read: Callable[[Trailing], Tensor] | None = None
 
     def logprobs(self, k: int) -> TokenLogprobs:
         """The target's log-probabilities of the draft and of its `k` first choices."""
@@ -98,8 +102,8 @@ class Scorer(Protocol):
     @property
     def first_tokens(self) -> int: ...
 
-    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> Trailing | None:
-        """Tokens to append to the pass for each cut; `start` tokens precede the draft. None: no tokens."""
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
+        """Tokens to append to the pass over context and draft, whose states `reading` has not yet; None: no tokens."""
         ...
 
     def check_blocks(self, block_tokens: int) -> None:
@@ -122,7 +126,7 @@ class Judge(Protocol):
 
     @property
     def tokens_per_cut(self) -> int:
-        """Number of tokens that `Scorer.probes` appends for each cut."""
+        """Number of tokens that `Scorer.trailing` appends for each cut."""
         ...
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.probe.head import in_float32
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
 from parse_infer.judge.usual_drafts import UsualDrafts
+
+if TYPE_CHECKING:
+    from parse_infer.models.decoder import Trailing
 
 _SURE = 1e4  # logit
 KNOWN_TEXT = "There are 12 eggs in a box. How many eggs are in 7 boxes?"  # which a server must be able to read
@@ -85,7 +89,19 @@ class LogprobHead(nn.Module):
     def forward(
         self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, memory: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the doubt about each token, [B, T], and the state after each, [B, T, width], both float32.
+        """Return the doubt about each token, [B, T], and the state after each, [B, T, width], both float32; arguments
+        as of `encode`."""
+        hidden, states = self.encode(features, ids, first, texts, memory)
+        return self.doubt(features, hidden), states
+
+    def doubt(self, features: Tensor, hidden: Tensor) -> Tensor:
+        """Map the features [B, T, F] and `encode`'s result to the doubt about each token, float32 [B, T]."""
+        return self.gap * 3 * features[..., 1] + in_float32(self.out, hidden)[..., 0]
+
+    def encode(
+        self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the head knows of each token, and the state after each, both float32 [B, T, width].
 
         Args:
             features: [B, T, F], `TokenLogprobs.features`.
@@ -102,8 +118,7 @@ class LogprobHead(nn.Module):
         begun = read.new_zeros(1, len(read), self.config.width) if memory is None else memory[None]
         weights = [each.float() for each in self.recall.all_weights[0]]  # DeepSpeed keeps bfloat16 in training
         states, _ = torch.gru(read, begun, weights, True, 1, 0.0, self.training, False, True)
-        hidden = silu(in_float32(self.weigh, torch.cat([read, states], dim=-1)))
-        return self.gap * 3 * features[..., 1] + in_float32(self.out, hidden)[..., 0], states
+        return silu(in_float32(self.weigh, torch.cat([read, states], dim=-1))), states
 
 
 class LogprobScorer:
@@ -126,13 +141,14 @@ class LogprobScorer:
         to_validity: Callable[[Tensor], Tensor] = torch.sigmoid,
     ) -> None:
         self.head, self.texts, self.usual, self._to_validity = head, texts, usual, to_validity
+        self.bias: Tensor = head.bias
         self.k = head.config.k
 
     @property
     def first_tokens(self) -> int:
         return 0 if self.usual is None else max(self.usual.ranges, default=0)
 
-    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         return None
 
     def check_blocks(self, block_tokens: int) -> None:
@@ -143,30 +159,40 @@ class LogprobScorer:
         return token_verdict(reading, self.k, score, self._to_validity)
 
     @torch.inference_mode()
-    def token_scores(self, found: TokenLogprobs, carried: Carried, written: Sequence[int] = ()) -> TokenScores:
+    def token_scores(
+        self,
+        found: TokenLogprobs,
+        carried: Carried,
+        written: Sequence[int] = (),
+        correct: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> TokenScores:
         """Score the tokens of a block.
 
         Args:
             found: at least one token.
             carried: the state after the last accepted draft token.
             written: tokens that the target has written since.
+            correct: maps the doubt [T] and what `LogprobHead.encode` says, [T, width], to another doubt.
         """
         k = self.k
-        device = self.head.bias.device
+        device = self.bias.device
         own = torch.tensor(list(written), dtype=torch.long, device=device)
         features = torch.cat([certain_features(len(own), k).to(device), found.features.to(device)])
         ids = torch.cat([own, found.ids.to(device)])
         first = torch.cat([own, found.top_ids[:, 0].to(device)])
         memory = torch.tensor([carried.memory], device=device) if carried.memory else None
-        each, states = self.head(features[None], ids[None], first[None], self.texts, memory)
-        each = each[0, len(own) :].masked_fill(found.is_greedy_choice.to(device), -torch.inf)
+        hidden, states = self.head.encode(features[None], ids[None], first[None], self.texts, memory)
+        each = self.head.doubt(features[None], hidden)[0, len(own) :]
+        each = each.masked_fill(found.is_greedy_choice.to(device), -torch.inf)
+        if correct is not None:
+            each = correct(each, hidden[0, len(own) :])
         doubt = pool_doubt(torch.cat([each.new_tensor([carried.doubt]), each]), self.head.config.sharpness)[1:]
         usual, seen = carried.usual, carried.seen
         if self.usual is None:
             usual = True
         elif usual is None:
             usual, seen = self.usual.look(found, seen)
-        logits = self.head.bias - doubt
+        logits = self.bias - doubt
         if usual is False:
             same = found.is_greedy_choice.to(device).cumprod(0).bool()
             logits = torch.where(same, _SURE, -_SURE).float()

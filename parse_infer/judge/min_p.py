@@ -8,7 +8,7 @@ needs the target's log-probabilities alone, so it works for any pair and on any 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,7 +73,7 @@ class MinPJudge:
     def scorer(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: object = None) -> MinPJudge:
         return self
 
-    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> None:
         return None
 
     def check_blocks(self, block_tokens: int) -> None:

@@ -34,6 +34,11 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
             f"the adapter {str(adapter)!r} reads the hidden states of its target {config.target['name']!r}, which no "
             "other model has: transfer one on log-probabilities, such as zoo:smollm2-adapter"
         )
+    if config.stream is not None:
+        raise ModelError(
+            f"the adapter {str(adapter)!r} reads a second stream of its target {config.target['name']!r}: "
+            f"transfer the one it was trained from, {config.stream['start_from']!r}"
+        )
     trained_for = config.provenance.get("trained_for", config.target["name"])
     name = Path(target).name if Path(target).expanduser().exists() else str(target)
     known = {"ids": load_served_model(target).render(KNOWN_TEXT), "logprobs": []}

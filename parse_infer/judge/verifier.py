@@ -112,15 +112,20 @@ class Verifier:
     def _verify(
         self, draft_ids: Sequence[int], cuts: list[int] | None, carried: Carried, written: Sequence[int]
     ) -> Verification:
-        decoder, scorer, trailing = self.decoder, self.scorer, None
-        if cuts and scorer is not None:
-            trailing = scorer.probes(draft_ids, cuts, len(decoder.ids), decoder.device)
-        output = decoder.forward(draft_ids, trailing)
-        hidden = output.hidden if trailing is None else output.hidden.clone()  # a view would keep the probes' states
+        decoder, scorer = self.decoder, self.scorer
         if scorer is None or cuts == []:
-            return Verification(cuts=[], validity=[], hidden=hidden)
-        probes = None if trailing is None else output.trailing
-        reading = Reading(draft_ids, cuts, written, None, hidden[:-1], decoder.logits, probes)
+            return Verification(cuts=[], validity=[], hidden=decoder.forward(draft_ids).hidden)
+        reading = Reading(draft_ids, cuts, written, context=[*decoder.ids])
+        trailing = scorer.trailing(reading, carried, decoder.device)
+        output = decoder.forward(draft_ids, trailing)
+        hidden = output.hidden if trailing is None else output.hidden.clone()  # a view would keep the other states
+        reading = replace(
+            reading,
+            hidden=hidden[:-1],
+            logits=decoder.logits,
+            trailing=None if trailing is None else output.trailing,
+            read=lambda tokens: decoder.forward((), tokens).trailing,
+        )
         return Verification(**scorer.score(reading, carried).facts(), hidden=hidden)
 
     @torch.inference_mode()

@@ -24,6 +24,7 @@ from parse_train.training_config import IGNORED
 if TYPE_CHECKING:
     from parse_train.judge.logprob.model import LogprobModel
     from parse_train.judge.probe.model import ValidityModel
+    from parse_train.judge.stream.model import StreamModel
 
 
 class ValidityTrainer(Trainer):
@@ -34,11 +35,11 @@ class ValidityTrainer(Trainer):
     """
 
     args: JudgeTrainingConfig
-    model: ValidityModel | LogprobModel
+    model: ValidityModel | LogprobModel | StreamModel
 
     def __init__(
         self,
-        model: ValidityModel | LogprobModel,
+        model: ValidityModel | LogprobModel | StreamModel,
         args: JudgeTrainingConfig,
         train_dataset: ValidityDataset,
         eval_dataset: ValidityDataset,

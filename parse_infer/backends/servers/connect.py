@@ -237,6 +237,11 @@ def _judge(
             f"the adapter {str(adapter.folder)!r} reads the target's hidden states, which servers do not return: "
             "train one on log-probabilities (recipes/train-logprob.yaml), or use the local backend"
         )
+    if config.stream is not None:
+        raise SettingsError(
+            f"the adapter {str(adapter.folder)!r} reads a second stream of the target, which servers do not run: use "
+            f"the adapter it was trained from, {config.stream['start_from']!r}, or the local backend"
+        )
     head = read_head(str(adapter.folder), config, adapter.head)
     assert isinstance(head, LogprobHead)
     scorer = ValidityAdapter(config, head).scorer(language.tokenizer, language.eos_ids)

@@ -30,14 +30,19 @@ class ProbeLoRA:
         self._updates = updates
 
     @classmethod
-    def from_peft(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: PreTrainedModel) -> ProbeLoRA:
+    def from_peft(
+        cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: PreTrainedModel, activated: bool = True
+    ) -> ProbeLoRA:
         """Build from the content of `adapter_config.json` and `adapter_model.safetensors`.
+
+        Args:
+            activated: the LoRA must be an activated one, as for probes.
 
         Raises:
             ValueError: not an activated LoRA, an unsupported peft option, a layer missing in the model or in the file,
                 or a tensor whose shape does not match the layer.
         """
-        if config.get("peft_type") == "LORA" and not config.get("alora_invocation_tokens"):
+        if activated and config.get("peft_type") == "LORA" and not config.get("alora_invocation_tokens"):
             raise ModelError(
                 "adapter_config.json has no alora_invocation_tokens: an ordinary LoRA, active on the whole text, "
                 "cannot be applied to the probes alone"

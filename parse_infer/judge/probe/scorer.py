@@ -65,9 +65,10 @@ class ProbeScorer:
                 "drafts: set block_tokens to whole, or use an adapter without a probe"
             )
 
-    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> Trailing | None:
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         if not self._probe.ids:
             return None
+        draft, cuts, start = reading.draft, list(reading.cuts or ()), len(reading.context)
         visible = [start + cut - self._repeats_end(draft, cut) for cut in cuts]
         trailing = probes(self._probe.ids, visible, start + len(draft), device)
         if self._lora is None:
@@ -89,8 +90,8 @@ class ProbeScorer:
 
     def _score_cuts(self, reading: Reading) -> Verdict:
         cuts, tokens, states = list(reading.cuts or ()), self._head.tokens, None
-        if reading.probes is not None:
-            states = reading.probes[readout_index(len(cuts), len(self._probe.ids))]
+        if reading.trailing is not None:
+            states = reading.trailing[readout_index(len(cuts), len(self._probe.ids))]
         if tokens is None:
             return Verdict(cuts=cuts, validity=self._to_validity(self._head(states)).tolist())
         each, is_greedy_choice = self._doubt(tokens, reading)

@@ -41,16 +41,7 @@ _CANDIDATES = 100
 def main(config: LogprobTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run must call this function."""
     set_seed(config.seed)
-    build, reads = read_build_info(config.data), read_info(Path(config.data))
-    if not build.target:
-        raise ParseError(f"{config.data} has no build.json that names the target: build it with `parse-data build`")
-    for data in filter(None, (config.data, *config.more_data, config.eval_data)):
-        if config.k > (stored := read_info(Path(data))["k"]):
-            raise ParseError(f"k is {config.k}, but {data} stores {stored} first choices per token: lower k")
-        if not read_build_info(data).has_target_of(build):
-            name = read_build_info(data).target.get("name")
-            raise ParseError(f"{data} has labels of another target, {name}: leave it out of more_data and eval_data")
-    take_settings(config, build)
+    build, reads = check_data(config)
     language = load_served_model(build.target["name"], template_options=config.template_options)
     head, learnt = first_head(config)
     train, evaluation, counts = load_datasets(config, config.k, learnt)
@@ -67,6 +58,25 @@ def main(config: LogprobTrainingConfig) -> None:
     calibrate_requests(config, build)
     training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()
+
+
+def check_data(config: LogprobTrainingConfig) -> tuple[BuildInfo, dict[str, Any]]:
+    """Return what is known of the build and of its log-probabilities, and let the build's settings replace open ones.
+
+    Raises:
+        ValueError, FileNotFoundError: no build, too few first choices, or another target.
+    """
+    build, reads = read_build_info(config.data), read_info(Path(config.data))
+    if not build.target:
+        raise ParseError(f"{config.data} has no build.json that names the target: build it with `parse-data build`")
+    for data in filter(None, (config.data, *config.more_data, config.eval_data)):
+        if config.k > (stored := read_info(Path(data))["k"]):
+            raise ParseError(f"k is {config.k}, but {data} stores {stored} first choices per token: lower k")
+        if not read_build_info(data).has_target_of(build):
+            name = read_build_info(data).target.get("name")
+            raise ParseError(f"{data} has labels of another target, {name}: leave it out of more_data and eval_data")
+    take_settings(config, build)
+    return build, reads
 
 
 def first_head(config: LogprobTrainingConfig) -> tuple[LogprobHead, set[str]]:

@@ -30,7 +30,15 @@ class LoraOptions:
 
 
 def attach_activated_lora(target: PreTrainedModel, probe_ids: Sequence[int], lora: LoraOptions) -> PeftModel:
-    """Wrap `target` with a new activated LoRA, whose initial update is zero, and freeze all other parameters.
+    """Wrap `target` as `attach_lora` does, with a LoRA that is active from the probe on."""
+    return attach_lora(target, lora, list(probe_ids))
+
+
+def attach_lora(target: PreTrainedModel, lora: LoraOptions, invocation: list[int] | None = None) -> PeftModel:
+    """Wrap `target` with a new LoRA, whose initial update is zero, and freeze all other parameters.
+
+    Args:
+        invocation: tokens from which on an activated LoRA is active; None: an ordinary LoRA.
 
     Raises:
         ValueError: no layer matches `target_modules` (peft's message), or an adapted layer gets flattened tokens.
@@ -41,7 +49,7 @@ def attach_activated_lora(target: PreTrainedModel, probe_ids: Sequence[int], lor
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=names[0] if names == ["all-linear"] else names,
-        alora_invocation_tokens=list(probe_ids),
+        alora_invocation_tokens=invocation,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():

@@ -84,8 +84,8 @@ class ValidityModel(nn.Module):
         self.surprise_rows: int | None = None  # as in `surprise`
         self._recomputes = False
         self._adapted = (0, 0)
-        self._register_state_dict_hook(_drop_frozen)
-        self.register_load_state_dict_post_hook(_ignore_missing_frozen)
+        self._register_state_dict_hook(drop_frozen)
+        self.register_load_state_dict_post_hook(ignore_missing_frozen)
 
     @property
     def peft_model(self) -> PeftModel | None:
@@ -301,12 +301,14 @@ def _reduced_lm_head(target: PreTrainedModel, tokens: Tensor) -> ReducedLMHead:
     return ReducedLMHead(part.tokens, lambda hidden: part.logits(hidden.to(dtype)))
 
 
-def _drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Hook of a state dict that leaves frozen parameters out."""
     kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name in [name for name in state if name.startswith(prefix) and name not in kept]:
         del state[name]
 
 
-def _ignore_missing_frozen(module: nn.Module, incompatible: _IncompatibleKeys) -> None:
+def ignore_missing_frozen(module: nn.Module, incompatible: _IncompatibleKeys) -> None:
+    """Hook of loading a state dict of `drop_frozen`."""
     needed = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in needed]

@@ -41,7 +41,7 @@ class TopKJudge:
     def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> TopKJudge:
         return self
 
-    def probes(self, draft: Sequence[int], cuts: Sequence[int], start: int, device: torch.device) -> None:
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> None:
         return None
 
     def check_blocks(self, block_tokens: int) -> None:

@@ -1,0 +1,93 @@
+"""A `LogprobHead`, and a correction of its doubt by what the target makes of the draft in a second stream of the pass.
+
+    input_ids    [ prompt … | d1 d2 … dT | d1′ d2′ … dT′ ]
+    position_ids [ 0 … n-1  | n … n+T-1  | n … n+T-1     ]
+    mask           prompt and draft: causal · dᵢ′ sees the prompt and d1′ … dᵢ′
+    LoRA           on at d′ only
+
+The draft's own keys were computed to predict the next token. Those of the second stream are trained to judge, and are
+dropped after the pass. The layout is that of one probe whose tokens are the draft (`parse_infer.judge.probe.packing`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, layer_norm, silu
+
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
+from parse_infer.judge.probe.head import in_float32
+from parse_infer.judge.token_logprobs import TokenTexts
+
+
+@dataclass(frozen=True)
+class StreamHeadConfig:
+    """Sizes of a `StreamHead`.
+
+    Attributes:
+        hidden_size: H of the target.
+        size: inner size of the correction.
+        floor: tokens that the trunk doubts less, and the target's first choices, are not corrected. So a draft without
+            other tokens needs no second stream.
+    """
+
+    hidden_size: int
+    size: int = 64
+    floor: float = -6.0
+
+
+class StreamHead(nn.Module):
+    """Doubt of each draft token: the trunk's, plus a correction that starts at zero.
+
+    Args:
+        trunk: reads the log-probabilities; not trained further.
+        config: sizes.
+    """
+
+    tokens = None  # no `TokenDoubt`
+    weight = None  # no probe
+
+    def __init__(self, trunk: LogprobHead, config: StreamHeadConfig) -> None:
+        super().__init__()
+        self.trunk, self.stream = trunk.requires_grad_(False), config
+        self.project = nn.Linear(config.hidden_size, config.size)
+        self.beside = nn.Linear(trunk.config.width, config.size)
+        self.out = nn.Linear(config.size, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+        self.bias = nn.Parameter(trunk.bias.detach().clone())
+
+    @property
+    def config(self) -> LogprobHeadConfig:
+        return self.trunk.config
+
+    def forward(
+        self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, states: Tensor, p_dropout: float = 0.0
+    ) -> Tensor:
+        """Return the doubt about each token, float32 [B, T].
+
+        Args:
+            features, ids, first, texts: as in `LogprobHead.encode`, from the answer's start.
+            states: [B, T, H], the final-norm states of the second stream.
+            p_dropout: of the correction's inner layer, in training.
+        """
+        with torch.no_grad():
+            hidden, _ = self.trunk.encode(features, ids, first, texts)
+            doubt = self.trunk.doubt(features, hidden)
+        return self.correct(doubt, hidden, states, doubt > self.stream.floor, p_dropout)
+
+    def correct(self, doubt: Tensor, hidden: Tensor, states: Tensor, where: Tensor, p_dropout: float = 0.0) -> Tensor:
+        """Add the correction to the doubt about some tokens.
+
+        Args:
+            doubt: float32 [..., T], the trunk's.
+            hidden: float32 [..., T, width], `LogprobHead.encode`'s.
+            states: [..., T, H].
+            where: bool [..., T], the tokens to correct.
+        """
+        read = layer_norm(states.float(), states.shape[-1:])
+        inner = silu(in_float32(self.project, read) + in_float32(self.beside, hidden))
+        more = in_float32(self.out, dropout(inner, p_dropout, self.training))[..., 0]
+        return torch.where(where, doubt + more, doubt)

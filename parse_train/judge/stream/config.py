@@ -1,0 +1,74 @@
+"""Configuration of the training of a second stream: the keys of `recipes/train-stream.yaml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from parse_infer.errors import ParseError
+from parse_train.judge.logprob.config import LogprobTrainingConfig
+
+
+@dataclass
+class StreamTrainingConfig(LogprobTrainingConfig):
+    """Fields of the training of a LoRA that reads the draft in a second stream, and corrects a judge on
+    log-probabilities.
+
+    Raises:
+        ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
+    """
+
+    kind: ClassVar[str] = "stream"
+
+    start_from: str | None = field(
+        default=None,
+        metadata={"help": "Adapter on log-probabilities, whose doubt the second stream corrects (required)."},
+    )
+    target_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of the target; auto: as saved, or float32 on a CPU that is slow in 16 bits.",
+            "choices": ["auto", "float32", "bfloat16"],
+        },
+    )
+    stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
+    stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
+    doubt_floor: float = field(
+        default=-6.0,
+        metadata={
+            "help": "Log of the odds of an error below which a token is not corrected. A block without other tokens "
+            "needs no second stream."
+        },
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
+    lora_alpha: int = field(default=32, metadata={"help": "The LoRA update is scaled by lora_alpha / lora_rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "Names of the adapted linear layers."}
+    )
+    adapter_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Dtype of the exported LoRA; bfloat16 halves the file. All figures describe the exported weights.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of adapter and head (AdamW)."})
+    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the training drafts."})
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Drafts per process in evaluation."})
+
+    def __post_init__(self) -> None:
+        recomputes, self.activation_checkpointing = self.activation_checkpointing, False
+        super().__post_init__()  # which refuses it for a head alone
+        self.activation_checkpointing = recomputes
+        if not self.start_from:
+            raise ParseError(
+                "the recipe needs the key start_from: an adapter on log-probabilities, which "
+                "`accelerate launch recipes/train-logprob.yaml` trains"
+            )
+        for key in ("lora_rank", "stream_size"):
+            if getattr(self, key) < 1:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        for key in ("lora_dropout", "stream_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0 and below 1")

@@ -1,0 +1,79 @@
+"""Recipe `stream`: train a LoRA that reads the draft in a second stream of the target's pass.
+
+`accelerate launch recipes/train-stream.yaml`
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import torch
+from transformers import set_seed
+
+from parse_infer import tracking
+from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.models.loading import load_language_model
+from parse_train import checkpoints, training_run
+from parse_train.judge.logprob.data import load_datasets
+from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
+from parse_train.judge.probe.activated_lora import LoraOptions
+from parse_train.judge.request_risk import calibrate_requests
+from parse_train.judge.stream.config import StreamTrainingConfig
+from parse_train.judge.stream.data import StreamCollator
+from parse_train.judge.stream.model import StreamModel
+from parse_train.judge.trainer import ValidityTrainer
+from parse_train.judge.training import begin, finish, served_drafts
+
+
+def main(config: StreamTrainingConfig) -> None:
+    """Run the recipe; every process of a distributed run must call this function."""
+    set_seed(config.seed)
+    build, reads = check_data(config)
+    trunk, learnt = first_head(config)
+    train, evaluation, counts = load_datasets(config, trunk.config.k, learnt)
+    served_drafts(config, evaluation)  # reject a wrong temperature before the training
+    target = load_language_model(
+        build.target["name"],
+        role="target",
+        device=config.device,
+        dtype=config.target_dtype,
+        template_options=config.template_options,
+        trainable=True,
+    )
+    build.check_target(target.model, config.data)
+    size = target.model.config.get_text_config(decoder=True).hidden_size
+    head = StreamHead(trunk, StreamHeadConfig(size, config.stream_size, config.doubt_floor))
+    facts = describe(config, build, target, reads, usual_drafts(config, train), counts)
+    settings = ("lora_rank", "lora_alpha", "stream_dropout")
+    facts = replace(
+        facts,
+        stream={"start_from": config.start_from},
+        provenance=facts.provenance | {name: getattr(config, name) for name in settings},
+    )
+    model = StreamModel(
+        target.model,
+        head,
+        TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets),
+        LoraOptions(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules),
+        noise=config.noise,
+        certain_share=config.certain_share,
+        dropout=config.stream_dropout,
+    )
+    models = build.target["name"], build.draft.get("name")
+    start = begin(config, models, train, counts)
+    collator = StreamCollator(target.render, target.tokenizer.pad_token_id or 0)
+    trainer = ValidityTrainer(model, config, train, evaluation, data_collator=collator)
+    checkpoints.train(trainer, start)
+    learnt |= {prompt_hash(example.prompt) for example in train.examples}
+    model.round_adapter(getattr(torch, config.adapter_dtype))
+    finish(config, trainer, evaluation, facts, target.tokenizer, learnt)
+    del target, model, trainer  # free memory for the calibration; collect the Trainer's reference cycles
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    calibrate_requests(config, build)
+    training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
+    tracking.finish()
