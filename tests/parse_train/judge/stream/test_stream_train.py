@@ -1,0 +1,172 @@
+"""Training of the second stream: it starts as its trunk, learns what log-probabilities do not say, and is exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_tools.labels.backends import LocalWriter
+from data_tools.labels.logprobs import add_logprobs, read_drafts
+from parse_infer.judge.adapter import ValidityAdapter, describe_target
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.judge.verifier import Verifier
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import load_language_model
+from parse_infer.text.cuts import CutPolicy, Segmenter
+from parse_train.__main__ import main
+from parse_train.judge.logprob.data import LogprobExample
+from parse_train.judge.logprob.model import LogprobModel
+from parse_train.judge.probe.activated_lora import LoraOptions
+from parse_train.judge.stream.data import StreamCollator
+from parse_train.judge.stream.model import StreamModel
+
+OPTIONS = ["--report_to", "none", "--k", "3", "--eval_share", "0.5", "--per_device_train_batch_size", "8"]
+INPUTS = ("own", "top", "ids", "first", "cuts")
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory, tokenizer, make_model, build_rows, write_jsonl) -> Path:
+    """A build with log-probabilities, its target's files, and an adapter on log-probabilities."""
+    folder = tmp_path_factory.mktemp("stream")
+    make_model("llama_gqa").save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    write_jsonl(folder / "build" / "data" / "train-000000-000016.jsonl", build_rows)
+    model = load_language_model(folder / "target", role="target", dtype="float32")
+    config = {"cut_policy": CutPolicy().to_dict(), "target": str(folder / "target")}
+    facts = {"config": config, "models": {"target": describe_target(model.model)}}
+    (folder / "build" / "build.json").write_text(json.dumps(facts))
+    add_logprobs(folder / "build", lambda: LocalWriter(model, 5), 3)
+    assert main([recipe(folder, folder / "first", "logprob"), *OPTIONS, "--max_steps", "2"]) == 0
+    return folder
+
+
+def recipe(folder: Path, out: Path, kind: str = "stream", **keys: Any) -> str:
+    lines = {"recipe": kind, "data": folder / "build", "output_dir": out, "calibration_problems": 0, **keys}
+    if kind == "stream":
+        lines = {"start_from": folder / "first" / "adapter", "lora_rank": 4, "doubt_floor": -20} | lines
+    path = out.with_suffix(".yaml")
+    path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    return str(path)
+
+
+def batch(model, build, n: int = 8) -> dict[str, torch.Tensor]:
+    drafts = list(read_drafts(build / "build"))[:n]
+    return StreamCollator(model.render, 0)([LogprobExample.of(draft, 3) for draft in drafts])
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_a_judge_that_scores_as_in_training(build, tokenizer, tmp_path, capsys):
+    options = [*OPTIONS, "--max_steps", "6", "--learning_rate", "1e-2"]
+    assert main([recipe(build, tmp_path / "out"), *options]) == 0, capsys.readouterr().err
+    loaded = load_language_model(build / "target", role="target", dtype="float32")
+    judge = ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", loaded.model)
+    first = ValidityAdapter.from_pretrained(build / "first" / "adapter", loaded.model)
+    for name, weight in first.head.state_dict().items():  # the trunk is the first judge
+        assert torch.equal(weight, judge.head.trunk.state_dict()[name]), name
+    assert judge.config.stream["start_from"] == str(build / "first" / "adapter")
+    assert judge.train_problems >= first.train_problems and judge.config.threshold is not None
+    assert any(tensor.abs().max() > 0 for name, tensor in judge.tensors.items() if "lora_B" in name)
+
+    base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
+    texts = TokenTexts(tokenizer, loaded.eos_ids, judge.head.config.buckets)
+    model = StreamModel(base.model, judge.head, texts, LoraOptions(4, 32)).eval()
+    trained = {f"{name.removesuffix('.weight')}.default.weight": tensor for name, tensor in judge.tensors.items()}
+    parameters = dict(model.target.named_parameters())
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            parameters[name].copy_(tensor)
+    verifier = Verifier(Decoder(loaded.model, loaded.eos_ids), judge, Segmenter(loaded.tokenizer))
+    together = batch(loaded, build)
+    with torch.inference_mode():
+        logits = model(**{key: together[key] for key in (*INPUTS, "context", "visible")})["logits"]
+    for one_pass in (True, False):
+        verifier.scorer.one_pass = one_pass
+        for row, draft in zip(logits, list(read_drafts(build / "build"))[:8], strict=True):
+            verifier.decoder.seek(loaded.render(draft.row.prompt))
+            found = verifier.verify(draft.row.draft_ids, draft.row.cuts).validity
+            expected = judge.config.validity(row[: len(found)])
+            assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_training_continues_as_if_it_had_not_been(build, tmp_path):
+    options = [*OPTIONS, "--save_steps", "2"]
+    assert main([recipe(build, tmp_path / "whole"), *options, "--max_steps", "4"]) == 0
+    (tmp_path / "part").mkdir()
+    for name in ("checkpoint-2", "parse_run.json"):
+        source = tmp_path / "whole" / name
+        if source.exists():
+            source.rename(tmp_path / "part" / name)
+    assert main([recipe(build, tmp_path / "part"), *options, "--max_steps", "4"]) == 0
+    target = load_language_model(build / "target", role="target", dtype="float32").model
+    one, two = (ValidityAdapter.from_pretrained(tmp_path / name / "adapter", target) for name in ("whole", "part"))
+    for name, tensor in one.tensors.items():
+        torch.testing.assert_close(tensor, two.tensors[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_untrained_it_is_its_trunk_and_every_trained_weight_has_a_gradient(build, tokenizer, checkpointing):
+    base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
+    trunk, texts = LogprobHead(LogprobHeadConfig(k=3, width=8, buckets=64)), TokenTexts(tokenizer, (), 64)
+    size = base.model.config.hidden_size
+    model = StreamModel(base.model, StreamHead(trunk, StreamHeadConfig(size, floor=-30.0)), texts)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    inputs = batch(base, build)
+    streamed = {key: inputs[key] for key in (*INPUTS, "context", "visible")}
+    alone = LogprobModel(trunk, texts)(**{key: inputs[key] for key in INPUTS})["logits"]
+    assert torch.equal(model(**streamed)["logits"], alone)
+    torch.nn.init.normal_(model.head.out.weight)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.train()(**streamed)["logits"][inputs["labels"] >= 0].sum().backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("lora" in name for name in trained) and not any("trunk" in name for name in trained)
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in trained.values())
+    kept = set(model.state_dict())
+    assert kept == set(trained)
+
+
+def test_gradients_are_those_of_finite_differences(build, tokenizer):
+    """Layers prepacked for inference would pass a wrong gradient without an error."""
+    base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
+    trunk, texts = LogprobHead(LogprobHeadConfig(k=3, width=8, buckets=64)), TokenTexts(tokenizer, (), 64)
+    model = StreamModel(base.model, StreamHead(trunk, StreamHeadConfig(base.model.config.hidden_size)), texts).double()
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.head.out.weight)
+    chosen = next(p for name, p in model.named_parameters() if "layers.0" in name and "lora_B" in name)
+    inputs = {key: batch(base, build, 2)[key] for key in (*INPUTS, "context", "visible")}
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    found = model.states(inputs["context"], inputs["visible"], inputs["ids"]).square().sum()
+    (gradient,) = torch.autograd.grad(found, chosen)
+    step = torch.randn_like(chosen) * 3e-3  # norms compute in float32
+    with torch.no_grad():
+        values = []
+        for sign in (1, -1):
+            chosen.add_(sign * step)
+            values.append(model.states(inputs["context"], inputs["visible"], inputs["ids"]).square().sum())
+            chosen.sub_(sign * step)
+    assert float(values[0] - values[1]) / 2 == pytest.approx(float((gradient * step).sum()), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--start_from", ""], "the recipe needs the key start_from: an adapter on log-probabilities"),
+        (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
+        (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
+        (["--stream_dropout", "1"], "stream_dropout is 1.0; it must be at least 0 and below 1"),
+        (["--lora_target_modules", "qproj"], "qproj"),
+    ],
+)
+def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
+    assert main([recipe(build, tmp_path / "out"), *OPTIONS, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.splitlines()[-1].startswith("error: ")
