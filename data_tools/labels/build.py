@@ -24,8 +24,6 @@ from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.decoding.loop import run_sync
 from parse_infer.errors import ParseError
-from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import train_problems_of
 
 __all__ = ["BuildConfig", "build"]
@@ -46,8 +44,6 @@ def build(config: BuildConfig) -> Summary:
             f"task {task.name} with check_with none does not check answers: labels need references, or the recipe key "
             "check_with: own_answer"
         )
-    if config.adapter:
-        read_adapter(resolve(config.adapter))  # a wrong name must not begin a folder
     source = WithoutPrompts(task, train_problems_of(config.draft) | train_problems_of(config.target))
     numbered = _groups(
         source.problems(cast(Split, config.split), config.seed, config.limit), config.problems_per_group

@@ -17,7 +17,6 @@ from data_tools.labels.sequential_test import (
 )
 from data_tools.tasks.task import SPLITS
 from parse_infer.errors import ParseError
-from parse_infer.settings.acceptance import check_threshold
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.cuts import CutPolicy
 from parse_infer.tracking import TRACKERS
@@ -148,18 +147,6 @@ class BuildConfig:
         metadata={"help": "Where drafts are cut: kind (step, sentence, tokens), every, max_cuts."},
     )
 
-    adapter: str = field(
-        default="",
-        metadata={
-            "help": "Label the answers that PARSE writes with this judge, instead of the draft model's drafts: they "
-            "hold the target's corrections, and the errors that the judge accepts. Needs backend local."
-        },
-    )
-    thresholds: list[float] = field(
-        default_factory=list,
-        metadata={"help": "With adapter: one answer at each of these thresholds; default: the judge's own."},
-    )
-
     rollouts: int = field(default=1, metadata={"help": "Target rollouts from a prefix per round."})
     max_rollouts: int = field(
         default=0,
@@ -185,13 +172,6 @@ class BuildConfig:
         metadata={
             "help": "Maximum probability of a wrong label, whatever the true chance; less certain prefixes get no "
             "label."
-        },
-    )
-    token_labels: float = field(
-        default=0.0,
-        metadata={
-            "help": "Share of the problems where the search continues by tokens inside the first wrong segment (about "
-            "4 more rollouts a draft): its last valid and its first invalid prefix become two more labels."
         },
     )
     prefix_labels: bool = field(
@@ -231,12 +211,8 @@ class BuildConfig:
         if self.logprobs and self.wire != "ids":
             raise ParseError(f"logprobs is {self.logprobs}, but wire {self.wire} sends texts: set wire to ids")
         self._check("check_with", self.check_with in ("task", "own_answer"), "task or own_answer")
-        self._check("token_labels", 0 <= self.token_labels <= 1, "between 0 and 1")
-        for key in ("exhaustive", "token_labels"):
-            if not self.prefix_labels and (value := getattr(self, key)):
-                raise ParseError(
-                    f"{key} is {value}, but prefix_labels is false: without labels of prefixes, leave {key} out"
-                )
+        if self.exhaustive and not self.prefix_labels:
+            raise ParseError("exhaustive is true, but prefix_labels is false: leave exhaustive out")
         self._check("logprobs", 0 <= self.logprobs <= 20, "between 0 and 20, the most that servers return")
         self._check("limit", self.limit is None or self.limit >= 1, "at least 1")
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
@@ -248,13 +224,6 @@ class BuildConfig:
             raise ParseError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
         if self.backend != "openai" and (self.base_url or self.draft_base_url):
             raise ParseError(f"base_url requires backend openai, but backend is {self.backend}: add --backend openai")
-        if self.adapter and self.backend != "local":
-            raise ParseError(f"adapter needs backend local, not {self.backend}: PARSE writes in this process")
-        if self.thresholds and not self.adapter:
-            raise ParseError("thresholds was given without adapter: name the judge whose answers are to be labelled")
-        self.thresholds = [float(threshold) for threshold in self.thresholds]
-        for threshold in self.thresholds:
-            check_threshold(threshold)
         self._check("retries", self.retries >= 0, "at least 0")
         self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")
@@ -333,8 +302,7 @@ class BuildConfig:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         # Folders of earlier versions do not have these keys.
-        defaults = {"token_labels": 0.0, "check_with": "task", "adapter": "", "thresholds": [], "prefix_labels": True}
-        defaults |= {"draft_dtype": None}
+        defaults = {"check_with": "task", "prefix_labels": True, "draft_dtype": None}
         for key, default in defaults.items():
             if values[key] == default:
                 del values[key]

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
 
 from data_tools.labels.backends import Writer
 from data_tools.tasks.task import Problem
-from parse_infer.decoding.block_length import REPLAYED
-from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.models.batch_decoder import BatchRow
 from parse_infer.models.loading import same_tokenizer
-from parse_infer.request.output import Generation
-from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling, seed_of
 from parse_infer.text.detokenizer import Detokenizer, complete_text, encode_continuation
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -104,36 +99,6 @@ def distinct(drafts: Sequence[SampledDraft]) -> list[SampledDraft]:
     for draft in sorted(drafts, key=lambda draft: draft.sampling.temperature):
         first.setdefault(tuple(draft.ids), draft)
     return [draft for draft in drafts if first[tuple(draft.ids)] is draft]
-
-
-class AnswerSampler:
-    """PARSE's own answers as drafts: tokens that a judge accepted, and the target's corrections between them.
-
-    Args:
-        engine: writes the answers, greedily.
-        thresholds: one answer per entry and problem; empty: the engine's own threshold.
-        max_new_tokens: length at which an answer is cut off, unfinished.
-    """
-
-    def __init__(self, engine: ParseEngine, thresholds: Sequence[float], max_new_tokens: int) -> None:
-        self.engine, self.thresholds, self.max_new_tokens = engine, thresholds or [engine.threshold], max_new_tokens
-
-    async def sample(self, problems: Sequence[Problem]) -> list[list[SampledDraft]]:
-        """Return the distinct, non-empty answers to each problem."""
-        return [self._answers(problem) for problem in problems]
-
-    def _answers(self, problem: Problem) -> list[SampledDraft]:
-        found: dict[tuple[int, ...], SampledDraft] = {}
-        for threshold in self.thresholds:
-            # Blocks of a fixed length: "auto" depends on timing, and an interrupted build must repeat its rows.
-            settings = GenerationSettings(
-                threshold=threshold, max_new_tokens=self.max_new_tokens, block_tokens=REPLAYED
-            )
-            answer = cast(Generation, self.engine.generate(problem.prompt, settings))
-            ids, finished = list(answer.token_ids), answer.finish_reason == "eos"
-            if ids:
-                found.setdefault(tuple(ids), SampledDraft(ids, finished, Sampling()))
-        return [*found.values()]
 
 
 def render(model: TokenizerSpec, problem: Problem) -> list[int]:

@@ -4,80 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
-from typing import Any, cast
+from typing import Any
 
-from data_tools.labels.backends import LocalWriter, Writer, load_writer
+from data_tools.labels.backends import Writer, load_writer
 from data_tools.labels.build_config import BuildConfig
-from data_tools.labels.drafts import AnswerSampler, DraftSampler, SampledDraft, readable, segment_texts
+from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segment_texts
 from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
 from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
-from data_tools.labels.sequential_test import LabelRule, Tally
+from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
-from parse_infer.engine import ParseEngine
-from parse_infer.judge.adapter import ValidityAdapter
-from parse_infer.models.loading import LanguageModel
-from parse_infer.models.names import resolve
-from parse_infer.settings.sampling import seed_of
 from parse_infer.text.cuts import Segmenter
 
 
 @dataclass
 class _Case:
-    """One draft and its label search; `by_token` continues the search inside the first wrong segment.
-
-    Attributes:
-        refined: whether `by_token` is wanted.
-        start: offset of the first wrong segment. Prefix k of `by_token` has start + k + 1 tokens.
-    """
+    """One draft and its label search."""
 
     problem: int
     draft: SampledDraft
     cuts: list[int]
     search: PrefixSearch
-    refined: bool = False
-    by_token: PrefixSearch | None = None
-    start: int = 0
 
     @property
     def needs_rollouts(self) -> bool:
-        return bool(self.search.pending()) or (self.refined and not self.search.foregone)
+        return bool(self.search.pending())
 
     @property
     def open_ids(self) -> list[int]:
         """The draft tokens up to the last prefix that may need rollouts."""
-        return self.draft.ids if self.refined else self.draft.ids[: self.cuts[self.search.n_open - 1]]
-
-    def refine(self, rule: LabelRule) -> None:
-        """Begin the search by tokens, if a segment is wrong and the prefix before it is labelled."""
-        labels = self.search.result().labels
-        if not self.refined or False not in labels or None in labels[: labels.index(False)]:
-            return
-        wrong = labels.index(False)
-        self.start = self.cuts[wrong - 1] if wrong else 0
-        if (n := self.cuts[wrong] - self.start - 1) > 0:
-            self.by_token = PrefixSearch(n, rule, own_answer=None)
+        return self.draft.ids[: self.cuts[self.search.n_open - 1]]
 
     def labelled(self) -> list[tuple[int, bool, float | None, float]]:
         """Return (cut, label, value, confidence) of each labelled prefix, in order."""
         result = self.search.result()
-        found = [
+        return [
             (cut, label, value, confidence)
             for cut, label, value, confidence in zip(
                 self.cuts, result.labels, result.values, result.confidence, strict=True
             )
             if label is not None
         ]
-        if self.by_token is not None:
-            finer = self.by_token.result()
-            last_valid = max((k for k, label in enumerate(finer.labels) if label), default=None)
-            first_wrong = min((k for k, label in enumerate(finer.labels) if label is False), default=None)
-            for k in (last_valid, first_wrong):
-                if k is not None:
-                    found.append((self.start + k + 1, bool(finer.labels[k]), finer.values[k], finer.confidence[k]))
-        return sorted(found)
 
 
 class Labeller:
@@ -111,11 +79,7 @@ class Labeller:
         self.counts, self.begun, self.warned = NO_ROLLOUTS, False, False
         self.segmenter = Segmenter(self.target.tokenizer, config.policy)
         self.decoder = target.decoder(self.target.eos_ids)
-        self.sampler: DraftSampler | AnswerSampler = (
-            _answers_of_parse(config, cast(LocalWriter, target).model, cast(LocalWriter, draft).model)
-            if config.adapter
-            else DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
-        )
+        self.sampler = DraftSampler(draft, self.target, config.draft_sampling, config.max_draft_tokens, config.seed)
 
     @classmethod
     def load(
@@ -173,25 +137,13 @@ class Labeller:
             tallies = await rollouts.tallies([Place(i, open_cases[i].cuts[k], total) for i, k, total in pending])
             for (i, k, _), tally in zip(pending, tallies, strict=True):
                 open_cases[i].search.record(k, tally)
-        await self._search_by_token(open_cases, rollouts)
-
-    async def _search_by_token(self, cases: Sequence[_Case], rollouts: PrefixRollouts) -> None:
-        for case in cases:
-            case.refine(self.config.label_rule(rollouts.prompts[case.problem]))
-        searches = [(i, case, case.by_token) for i, case in enumerate(cases) if case.by_token is not None]
-        while pending := [(i, case, search, *each) for i, case, search in searches for each in search.pending()]:
-            self.activity(f"{len(pending)} tokens")
-            places = [Place(i, case.start + k + 1, total) for i, case, _, k, total in pending]
-            for (_, _, search, k, _), tally in zip(pending, await rollouts.tallies(places), strict=True):
-                search.record(k, tally)
 
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
         cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
         own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
-        chosen = Random(seed_of(self.config.seed, problem.id, "token labels")).random() < self.config.token_labels
-        return _Case(index, draft, cuts, search, refined=chosen)
+        return _Case(index, draft, cuts, search)
 
     def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
         draft, labelled, facts = case.draft, case.labelled(), problem.metadata
@@ -221,9 +173,3 @@ class Labeller:
             "seed": draft.sampling.seed,
         }
         return row if self.config.check_with == "task" else row | {"checked_with": self.config.check_with}
-
-
-def _answers_of_parse(config: BuildConfig, target: LanguageModel, draft: LanguageModel) -> AnswerSampler:
-    judge = ValidityAdapter.from_pretrained(resolve(config.adapter), target.model)
-    engine = ParseEngine.from_models(target, draft, judge)
-    return AnswerSampler(engine, config.thresholds, config.max_draft_tokens)

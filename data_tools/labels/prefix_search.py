@@ -62,11 +62,6 @@ class PrefixSearch:
         self._invalid = self.n_open  # index of the first prefix known to be invalid
         self._foregone = Label(True, 1.0) if own_answer else rule.foregone
 
-    @property
-    def foregone(self) -> bool:
-        """Whether all prefixes are labelled without a rollout."""
-        return self._foregone is not None
-
     def pending(self) -> list[PendingPrefix]:
         """Return the prefixes that need rollouts next; empty at the end of the search."""
         if self.exhaustive:

@@ -58,13 +58,6 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
         default_factory=dict,
         metadata={"help": "Where drafts are cut at inference (kind, every, max_cuts); default: as in the data."},
     )
-    class_weighting: str = field(
-        default="none",
-        metadata={
-            "help": "balanced: both classes get the same weight in the loss; validities are then not probabilities.",
-            "choices": ["none", "balanced"],
-        },
-    )
     risk_alpha: float = field(
         default=0.05,
         metadata={"help": "Maximum share of drafts of which one pass accepts a wrong prefix; sets the threshold."},

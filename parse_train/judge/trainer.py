@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
 
 from parse_infer import tracking
-from parse_infer.errors import ParseError
 from parse_train.judge.config import JudgeTrainingConfig
 from parse_train.judge.data import ValidityDataset
 from parse_train.judge.figures import acceptance_figure, png, reliability_diagram
@@ -53,9 +50,6 @@ class ValidityTrainer(Trainer):
             compute_metrics=self._metrics,
             data_collator=data_collator,
         )
-        self.class_weights = torch.ones(2)
-        if args.class_weighting == "balanced":
-            self.class_weights = balanced_weights([x for e in train_dataset.examples for x in e.labels])
         self.last_evaluation: ScoredDrafts | None = None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -74,15 +68,14 @@ class ValidityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Compute the mean cross-entropy per cut, weighted by confidence and class.
+        """Compute the mean cross-entropy per cut, weighted by confidence.
 
         `num_items_in_batch` is the number of cuts in the optimiser step."""
         outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "weights")})
         labels = inputs["labels"]
         real = labels != IGNORED
         valid = labels == 1
-        of_class = self.class_weights.to(labels.device)[valid.long()]
-        weight = inputs["weights"].float() * of_class  # 0 in padding
+        weight = inputs["weights"].float()  # 0 in padding
         loss = binary_cross_entropy_with_logits(outputs["logits"].float(), valid.float(), weight, reduction="sum")
         if num_items_in_batch is None:
             loss = loss / real.sum()
@@ -118,16 +111,3 @@ class ValidityTrainer(Trainer):
         loader = self.get_test_dataloader(dataset)
         prediction = self.evaluation_loop(loader, description="Scoring", prediction_loss_only=False)
         return ScoredDrafts.from_prediction(prediction.predictions, prediction.label_ids)
-
-
-def balanced_weights(labels: Sequence[bool]) -> Tensor:
-    """Return weights [invalid, valid] that balance the two classes, with mean 1 over `labels`.
-
-    Raises:
-        ValueError: `labels` has only one class.
-    """
-    counts = np.bincount(np.asarray(labels, dtype=int), minlength=2)
-    if counts.min() == 0:
-        only = "valid" if counts[1] else "not valid"
-        raise ParseError(f"class_weighting: balanced needs both classes, but every training prefix is {only}")
-    return torch.tensor(len(labels) / (2 * counts), dtype=torch.float32)

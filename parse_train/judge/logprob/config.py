@@ -23,7 +23,7 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
     more_data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Further builds with the same target to train on alone, such as one of PARSE's own answers."
+            "help": "Further builds with the same target to train on alone, such as one with another draft model."
         },
     )
     start_from: str | None = field(

@@ -129,6 +129,6 @@ def describe(
         target=build.target,
         logprobs={"reads": reads, "reference": reference, "usual": usual.to_dict()},
         cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),
-        label={"kind": "hard", **build.label, "class_weighting": config.class_weighting},
+        label={"kind": "hard", **build.label},
         provenance=provenance,
     )

@@ -165,7 +165,7 @@ def describe(
     if not config.probe_text:
         del provenance["lora_rank"], provenance["lora_alpha"]
     provenance["parse_engine"] = parse_infer.__version__
-    label = {"kind": "hard", **label, "class_weighting": config.class_weighting}
+    label = {"kind": "hard", **label}
     return ValidityConfig(
         probe_ids=(),  # `export_adapter` knows the probe
         probe_text=config.probe_text,

@@ -151,36 +151,6 @@ def test_exhaustive_builds_measure_every_prefix(make_config: Make) -> None:
             assert value in (None, values_of(full).get(cut))
 
 
-@pytest.mark.slow
-def test_labels_by_token_find_the_first_wrong_token(make_config: Make) -> None:
-    """As a build that measures every token does; all other labels stay."""
-    plain, refined = make_config("a", limit=6), make_config("b", limit=6, token_labels=1.0)
-    cuts = {"kind": "tokens", "every": 1, "max_cuts": 4096}
-    every = make_config("c", limit=6, exhaustive=True, cut_policy=cuts)
-    for config in (plain, refined, every):
-        build(config)
-    found = 0
-    for row, fine, full in zip(*(rows_of(c.output_dir) for c in (plain, refined, every)), strict=True):
-        label_of = dict(zip(full["cuts"], full["labels"], strict=True))
-        assert set(row["cuts"]) <= set(fine["cuts"]) and fine["draft_ids"] == row["draft_ids"]
-        assert "".join(fine["completions"]) == "".join(row["completions"])
-        added = sorted(set(fine["cuts"]) - set(row["cuts"]))
-        if False not in row["labels"]:
-            assert not added
-            continue
-        wrong = row["cuts"][row["labels"].index(False)]
-        start = max((cut for cut in row["cuts"] if cut < wrong), default=0)
-        assert len(added) <= 2 and all(start < cut < wrong for cut in added)
-        labels = dict(zip(fine["cuts"], fine["labels"], strict=True))
-        place = fine["cuts"][fine["labels"].index(False)]
-        for cut in added:
-            assert labels[cut] == label_of[cut]
-        if place != wrong:
-            found += 1
-            assert place == start + 1 or label_of[place - 1]
-    assert found, "no first error lies inside a segment"
-
-
 @pytest.mark.parametrize("options", [{}, {"drop_unsolved": True}, {"check_with": "own_answer"}])
 @pytest.mark.slow
 def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
@@ -217,9 +187,8 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
 
 
 def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:
-    for wrong in ({"exhaustive": True}, {"token_labels": 0.5}):
-        with pytest.raises(ParseError, match=f"{next(iter(wrong))} is .*, but prefix_labels is false"):
-            make_config(prefix_labels=False, **wrong)
+    with pytest.raises(ParseError, match="exhaustive is true, but prefix_labels is false"):
+        make_config(prefix_labels=False, exhaustive=True)
     make_config(prefix_labels=False, check_with="own_answer", rollout_temperature=0.7)  # no margin
 
 
@@ -229,13 +198,13 @@ def test_without_an_own_answer_a_draft_has_no_labels(make_config: Make, prefix_l
     assert build(config).rows == 0 and not rows_of(config.output_dir)
 
 
-def test_folders_of_earlier_versions_without_labels_by_token_continue(make_config: Make) -> None:
+def test_folders_of_earlier_versions_continue(make_config: Make) -> None:
     config = make_config(limit=4)
     build(config)
     settings = json.loads(Path(config.output_dir, "build.json").read_text())["config"]
-    assert "token_labels" not in settings and "logprobs" not in settings
-    with pytest.raises(ValueError, match="token_labels"):
-        build(make_config(limit=6, token_labels=0.5))
+    assert not {"draft_dtype", "prefix_labels", "logprobs"} & set(settings)
+    with pytest.raises(ValueError, match="draft_dtype"):
+        build(make_config(limit=6, draft_dtype="float32"))
 
 
 SAMPLED = {"rollouts": 4, "max_rollouts": 16, "rollout_temperature": 1.0, "margin": 0.4}

@@ -25,7 +25,6 @@ from parse_train.judge.metrics import (
 from parse_train.judge.pass_risk import choose_threshold, one_of_each
 from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.judge.probe.data import ValidityExample
-from parse_train.judge.trainer import balanced_weights
 from parse_train.judge.training import served_drafts
 from tests.parse_train.judge.accepted_prefixes import accept
 from tools.baselines import segment_log_probability
@@ -236,13 +235,6 @@ def test_each_domain_has_an_auroc_of_its_own() -> None:
     assert domain_metrics(drafts, ["a", "a", "b", "b"]) == {"auroc_a": 0.5, "auroc_b": 0.5}
     assert domain_metrics(drafts, ["a", "c", "a", None]) == {"auroc_a": 0.75}, "all of c are valid"
     assert domain_metrics(drafts, ["a"] * 4) == domain_metrics(drafts, [None] * 4) == {}
-
-
-def test_class_weights_balance() -> None:
-    weights = balanced_weights([True, True, True, False])
-    assert weights.tolist() == pytest.approx([2.0, 2 / 3])
-    with pytest.raises(ValueError, match="every training prefix is valid"):
-        balanced_weights([True, True])
 
 
 def test_log_probability_of_segments_by_hand() -> None:
