@@ -35,6 +35,9 @@ from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.probe.config import ValidityTrainingConfig
 from parse_train.judge.probe.model import ValidityModel
 from parse_train.judge.probe.train import build_model
+from parse_train.judge.stream.config import StreamTrainingConfig
+from parse_train.judge.stream.model import StreamModel
+from parse_train.judge.stream.train import build_model as build_model_with_stream
 from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import SelfGeneratedConfig
@@ -200,6 +203,43 @@ def _second_run(model: ValidityModel) -> Iterator[None]:
         yield
 
 
+def _stream(config: StreamTrainingConfig) -> TrainingPlan:
+    target = read_build_info(config.data).target.get("name", "")
+    b, t, n = config.per_device_train_batch_size, config.max_length, PROMPT_TOKENS
+    texts = TokenTexts(None, (0,), config.buckets)  # type: ignore[arg-type]  # reads no text
+
+    def model_of(layers: int | None, recomputes: bool = False) -> StreamModel:
+        lm = outline(target, config.target_dtype, layers)
+        with torch.device("meta"):
+            model = build_model_with_stream(config, lm, LogprobHead(config.head), texts).train()
+        if recomputes:
+            model.activation_checkpointing_enable()
+        return model
+
+    def measure(layers: int, recomputes: bool = False) -> Counted:
+        model = model_of(layers, recomputes)
+
+        def step() -> Tensor:
+            visible, each = torch.full((b, 1), n), torch.zeros(b, t)
+            states = model.states(torch.zeros(b, n, dtype=torch.long), visible, torch.zeros(b, t, dtype=torch.long))
+            return model.head.correct(each, torch.zeros(b, t, config.width), states, each == 0).sum()
+
+        return count(model, step, config.wants_bf16)
+
+    whole = model_of(None)
+    learnt = [p for p in whole.parameters() if p.requires_grad]
+    frozen = [p for p in whole.parameters() if not p.requires_grad]
+    rows = sum(1 for _ in read_rows(config.data)) if Path(config.data).exists() else None
+    depth = depth_of(target)
+    counted = along_layers(depth, measure)
+    if config.activation_checkpointing:  # one layer at a time is run again, and the cache of the prompt is kept
+        again = along_layers(depth, partial(measure, recomputes=True))
+        other = counted.peak - counted.saved + b * n * cache_per_token(target, config.target_dtype)
+        counted = Counted(again.saved, again.saved + counted.saved / depth + other, again.flops)
+    what = f"{b} drafts a step, {t} tokens each, behind prompts of {n}"
+    return TrainingPlan(what, size(frozen), size(learnt), counted, b, rows, config.num_train_epochs)
+
+
 def _logprob(config: LogprobTrainingConfig) -> TrainingPlan:
     b, k = config.per_device_train_batch_size, config.k
     tokens = TokenTexts(None, (0,), config.buckets)  # type: ignore[arg-type]  # reads no text of an end token
@@ -330,6 +370,7 @@ def _gb(size: float) -> str:
 
 _PLANS: dict[type, Callable[[Any], TrainingPlan]] = {
     ValidityTrainingConfig: _validity,
+    StreamTrainingConfig: _stream,  # before its base class
     LogprobTrainingConfig: _logprob,
     HeadTrainingConfig: _head,
     DraftModelTrainingConfig: _draft_model,

@@ -85,7 +85,9 @@ def token_layouts(target: PreTrainedModel) -> tuple[list[str], list[str]]:
     weighted = [(n, m) for n, m in target.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     hooks = [module.register_forward_pre_hook(note(name)) for name, module in weighted]
     try:
-        getattr(target, target.base_model_prefix)(torch.zeros(2, 3, dtype=torch.long, device=target.device))
+        ids = torch.zeros(2, 3, dtype=torch.long, device=target.device)
+        # With a cache, whatever the configuration says: without one, transformers reads the contents of positions.
+        getattr(target, target.base_model_prefix)(ids, use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()

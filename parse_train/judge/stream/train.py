@@ -9,12 +9,14 @@ import gc
 from dataclasses import replace
 
 import torch
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
+from parse_infer.models.architecture import text_config
 from parse_infer.models.loading import load_language_model
 from parse_train import checkpoints, training_run
 from parse_train.judge.logprob.data import load_datasets
@@ -44,8 +46,6 @@ def main(config: StreamTrainingConfig) -> None:
         trainable=True,
     )
     build.check_target(target.model, config.data)
-    size = target.model.config.get_text_config(decoder=True).hidden_size
-    head = StreamHead(trunk, StreamHeadConfig(size, config.stream_size, config.doubt_floor))
     facts = describe(config, build, target, reads, usual_drafts(config, train), counts)
     settings = ("lora_rank", "lora_alpha", "stream_dropout")
     facts = replace(
@@ -53,15 +53,8 @@ def main(config: StreamTrainingConfig) -> None:
         stream={"start_from": config.start_from},
         provenance=facts.provenance | {name: getattr(config, name) for name in settings},
     )
-    model = StreamModel(
-        target.model,
-        head,
-        TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets),
-        LoraOptions(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules),
-        noise=config.noise,
-        certain_share=config.certain_share,
-        dropout=config.stream_dropout,
-    )
+    texts = TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets)
+    model = build_model(config, target.model, trunk, texts)
     models = build.target["name"], build.draft.get("name")
     start = begin(config, models, train, counts)
     collator = StreamCollator(target.render, target.tokenizer.pad_token_id or 0)
@@ -77,3 +70,19 @@ def main(config: StreamTrainingConfig) -> None:
     calibrate_requests(config, build)
     training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()
+
+
+def build_model(
+    config: StreamTrainingConfig, target: PreTrainedModel, trunk: LogprobHead, texts: TokenTexts
+) -> StreamModel:
+    """Add a LoRA and a correction, both initially zero, to the target and the trunk."""
+    size = text_config(target).hidden_size
+    return StreamModel(
+        target,
+        StreamHead(trunk, StreamHeadConfig(size, config.stream_size, config.doubt_floor)),
+        texts,
+        LoraOptions(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules),
+        noise=config.noise,
+        certain_share=config.certain_share,
+        dropout=config.stream_dropout,
+    )

@@ -25,6 +25,9 @@ from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.probe.activated_lora import LoraOptions
 from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.model import StreamModel
+from parse_train.judge.stream.train import build_model
+from parse_train.outlines import PROMPT_TOKENS
+from parse_train.training_plan import load_config_of, plan_training
 
 OPTIONS = ["--report_to", "none", "--k", "3", "--eval_share", "0.5", "--per_device_train_batch_size", "8"]
 INPUTS = ("own", "top", "ids", "first", "cuts")
@@ -170,3 +173,31 @@ def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
     assert main([recipe(build, tmp_path / "out"), *OPTIONS, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.slow
+def test_the_plan_counts_what_a_step_keeps(build, tokenizer, tmp_path, checkpointing):
+    options = [*OPTIONS, "--max_length", "48", "--activation_checkpointing", checkpointing]
+    config = load_config_of(recipe(build, tmp_path / "out"), options)
+    counted = plan_training(config).step
+    base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
+    model = build_model(
+        config, base.model, LogprobHead(config.head), TokenTexts(tokenizer, (), config.buckets)
+    ).train()
+    if config.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that no other tensor gets its address
+        return tensor
+
+    b, t, visible = 8, 48, torch.full((8, 1), PROMPT_TOKENS)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = model.states(torch.ones(b, PROMPT_TOKENS, dtype=torch.long), visible, torch.ones(b, t).long())
+        model.head.correct(torch.zeros(b, t), torch.zeros(b, t, config.width), states, torch.ones(b, t).bool()).sum()
+    assert counted.saved == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.2)
