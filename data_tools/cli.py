@@ -48,6 +48,16 @@ Examples:
 
 Every key of the recipe is an option, as for parse-data build."""
 
+_READ_HELP = """Let the target read the drafts of a finished build, for a judge on log-probabilities.
+
+Neither the task nor the draft model is needed, so labelled drafts can be read again on another machine or engine.
+
+\b
+Examples:
+  parse-data read data/validity
+  tar -xf labels/qwen-coder-code.tar.xz -C data && parse-data read data/qwen-coder-code
+  parse-data read data/validity --dtype bfloat16 --device cuda"""
+
 _INSPECT_HELP = """Print class balance, positions of first errors, and coloured examples.
 
 \b
@@ -107,6 +117,17 @@ def plan(
     Console().print(plan_tables(run_plan(config, limit), config.output_dir))
 
 
+def read(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="output_dir of a build.")],
+    logprobs: Annotated[int, typer.Option(min=1, max=20, help="First choices to store per token.")] = 5,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the target; default: as in the build.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the target; default: the GPU, if any.")] = None,
+) -> None:
+    from data_tools.labels.build import read_again
+
+    read_again(folder, logprobs, dtype, device)
+
+
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="output_dir of a build, .jsonl file or Hub id.")],
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts to show.")] = 3,
@@ -123,6 +144,7 @@ def inspect(
 app.callback()(with_version)
 add_command(app, build, text=_BUILD_HELP, context_settings=_OVERRIDES)
 add_command(app, plan, text=_PLAN_HELP, context_settings=_OVERRIDES)
+add_command(app, read, text=_READ_HELP)
 add_command(app, inspect, text=_INSPECT_HELP)
 
 

@@ -6,7 +6,9 @@ import asyncio
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -24,6 +26,7 @@ from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import Problem, Split, Task
 from parse_infer.decoding.loop import run_sync
 from parse_infer.errors import ParseError
+from parse_infer.files import read_json
 from parse_infer.models.train_problems import train_problems_of
 
 __all__ = ["BuildConfig", "build"]
@@ -75,6 +78,30 @@ def build(config: BuildConfig) -> Summary:
     if warning and not (labeller and labeller.warned):
         print(warning, file=sys.stderr)
     return summary
+
+
+def read_again(folder: Path, k: int, dtype: str | None = None, device: str | None = None) -> None:
+    """Let the target read the drafts of a finished build, without its task and draft model.
+
+    Args:
+        k: number of the target's first choices to store per token.
+        dtype: of the target; None: the build's.
+
+    Raises:
+        ValueError, OSError: one sentence about the folder, or a target with other weights than the build's.
+    """
+    from data_tools.labels.logprobs import add_logprobs  # pyarrow is an optional dependency
+
+    config = BuildConfig.of_folder(folder)
+    groups = GroupFolder(folder, config.split)
+    with groups.held(read_json(folder / "build.json", "build again")["config"]):
+
+        def target() -> Writer:
+            writer = load_writer(replace(config, dtype=dtype or config.dtype, device=device), "target")
+            groups.note_models({"target": writer.describe()})
+            return writer
+
+        add_logprobs(folder, target, k)
 
 
 def _no_problem(config: BuildConfig, left_out: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from data_tools.labels.sequential_test import (
 )
 from data_tools.tasks.task import SPLITS
 from parse_infer.errors import ParseError
+from parse_infer.files import read_json
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.cuts import CutPolicy
 from parse_infer.tracking import TRACKERS
@@ -297,6 +299,23 @@ class BuildConfig:
     @property
     def policy(self) -> CutPolicy:
         return CutPolicy.from_dict(self.cut_policy)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> BuildConfig:
+        """Read the configuration that a finished build was begun with, with backend local.
+
+        Raises:
+            FileNotFoundError, ValueError: no build, or one of another version.
+        """
+        path = folder / "build.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} has no build.json: name the output_dir of a `parse-data build`")
+        given = read_json(path, "build again").get("config")
+        known = {each.name for each in fields(cls)}
+        if not isinstance(given, dict) or (unknown := given.keys() - known):
+            what = "no config" if not isinstance(given, dict) else f"the unknown key {min(unknown)}"
+            raise ParseError(f"{path} has {what}: another version of parse-engine wrote it; build again")
+        return cls(output_dir=str(folder), **given | {"backend": "local"})
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_tools.cli import main as parse_data
 from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
 from data_tools.recipe_parser import parse_recipe
@@ -150,6 +151,33 @@ def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
     add_logprobs(build / "build", lambda: LocalWriter(model, 5), 3)
     assert [draft.logprobs.own.tolist() for draft in read_drafts(build / "build")] == before
     add_logprobs(build / "build", lambda: pytest.fail("nothing is missing"), 3)
+
+
+def test_a_finished_build_is_read_without_its_task(build, make_model, tmp_path, capsys):
+    folder = shutil.copytree(build / "build", tmp_path / "build")
+    before = [draft.logprobs.own.tolist() for draft in read_drafts(folder)]
+    shutil.rmtree(folder / "logprobs")
+    facts = json.loads((folder / "build.json").read_text())
+    facts |= {"format": 2, "config": facts["config"] | {"draft": "none", "task": "none", "dtype": "float32"}}
+    (folder / "build.json").write_text(json.dumps(facts))
+    assert parse_data(["read", str(folder), "--logprobs", "3"]) == 0, capsys.readouterr().err
+    after = [draft.logprobs.own.tolist() for draft in read_drafts(folder)]
+    assert after == before
+
+    shutil.rmtree(folder / "logprobs")
+    make_model("llama_gqa", seed=1).save_pretrained(tmp_path / "other")
+    shutil.copy(build / "target" / "tokenizer.json", tmp_path / "other")
+    shutil.copy(build / "target" / "tokenizer_config.json", tmp_path / "other")
+    facts["config"]["target"] = str(tmp_path / "other")
+    (folder / "build.json").write_text(json.dumps(facts))
+    assert parse_data(["read", str(folder)]) == 2
+    assert "was begun with other weights of the target model" in capsys.readouterr().err
+    facts["config"]["adapter"] = "a"
+    (folder / "build.json").write_text(json.dumps(facts))
+    assert parse_data(["read", str(folder)]) == 2
+    assert "has the unknown key adapter: another version" in capsys.readouterr().err
+    assert parse_data(["read", str(tmp_path)]) == 2
+    assert "has no build.json: name the output_dir" in capsys.readouterr().err
 
 
 def test_drafts_are_read_alike_in_batches_and_alone(build):
