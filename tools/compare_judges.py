@@ -148,7 +148,9 @@ def form(adapter: ValidityAdapter) -> str:
     """Describe the inputs of a trained head, with the ranks."""
     if adapter.config.logprobs is not None:
         head = adapter.config.logprobs["head"]
-        return f"log-probabilities, k {head['k']}, " + ("texts of tokens" if head["text_size"] else "flags of tokens")
+        read = f"log-probabilities, k {head['k']}, " + ("texts of tokens" if head["text_size"] else "flags of tokens")
+        stream = f"; second stream, LoRA rank {adapter.peft_config.get('r')}" if adapter.config.stream else ""
+        return read + stream
     rank, size = str(adapter.config.token_rank), adapter.config.surprise_vocab_size
     if size:
         rank += f" over {size} tokens"

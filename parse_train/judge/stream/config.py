@@ -31,6 +31,9 @@ class StreamTrainingConfig(LogprobTrainingConfig):
             "choices": ["auto", "float32", "bfloat16"],
         },
     )
+    min_wrong_drafts: int = field(
+        default=200, metadata={"help": "Refuse to train a LoRA on fewer drafts with an error: it would learn them."}
+    )
     stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
     stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
     doubt_floor: float = field(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, set_seed
 
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.errors import ParseError
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
@@ -37,6 +38,12 @@ def main(config: StreamTrainingConfig) -> None:
     trunk, learnt = first_head(config)
     train, evaluation, counts = load_datasets(config, trunk.config.k, learnt)
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
+    wrong = sum(not all(example.labels) for example in train.examples)
+    if wrong < config.min_wrong_drafts:
+        raise ParseError(
+            f"{config.data} has {wrong} training drafts with an error, fewer than min_wrong_drafts "
+            f"{config.min_wrong_drafts}: build more, or use the adapter {config.start_from} as it is"
+        )
     target = load_language_model(
         build.target["name"],
         role="target",

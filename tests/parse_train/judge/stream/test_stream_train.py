@@ -52,7 +52,12 @@ def build(tmp_path_factory, tokenizer, make_model, build_rows, write_jsonl) -> P
 def recipe(folder: Path, out: Path, kind: str = "stream", **keys: Any) -> str:
     lines = {"recipe": kind, "data": folder / "build", "output_dir": out, "calibration_problems": 0, **keys}
     if kind == "stream":
-        lines = {"start_from": folder / "first" / "adapter", "lora_rank": 4, "doubt_floor": -20} | lines
+        lines = {
+            "start_from": folder / "first" / "adapter",
+            "lora_rank": 4,
+            "doubt_floor": -20,
+            "min_wrong_drafts": 1,
+        } | lines
     path = out.with_suffix(".yaml")
     path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
     return str(path)
@@ -139,10 +144,10 @@ def test_untrained_it_is_its_trunk_and_every_trained_weight_has_a_gradient(build
 
 def test_gradients_are_those_of_finite_differences(build, tokenizer):
     """Layers prepacked for inference would pass a wrong gradient without an error."""
+    torch.manual_seed(0)
     base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
     trunk, texts = LogprobHead(LogprobHeadConfig(k=3, width=8, buckets=64)), TokenTexts(tokenizer, (), 64)
     model = StreamModel(base.model, StreamHead(trunk, StreamHeadConfig(base.model.config.hidden_size)), texts).double()
-    torch.manual_seed(0)
     torch.nn.init.normal_(model.head.out.weight)
     chosen = next(p for name, p in model.named_parameters() if "layers.0" in name and "lora_B" in name)
     inputs = {key: batch(base, build, 2)[key] for key in (*INPUTS, "context", "visible")}
@@ -156,7 +161,7 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
             chosen.add_(sign * step)
             values.append(model.states(inputs["context"], inputs["visible"], inputs["ids"]).square().sum())
             chosen.sub_(sign * step)
-    assert float(values[0] - values[1]) / 2 == pytest.approx(float((gradient * step).sum()), rel=1e-2)
+    assert float(values[0] - values[1]) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,7 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
         (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
         (["--stream_dropout", "1"], "stream_dropout is 1.0; it must be at least 0 and below 1"),
+        (["--min_wrong_drafts", "99"], "training drafts with an error, fewer than min_wrong_drafts 99: build more"),
         (["--lora_target_modules", "qproj"], "qproj"),
     ],
 )
