@@ -35,7 +35,7 @@ class StreamHeadConfig:
 
     hidden_size: int
     size: int = 64
-    floor: float = -6.0
+    floor: float = -5.0
 
 
 class StreamHead(nn.Module):
@@ -63,20 +63,15 @@ class StreamHead(nn.Module):
     def config(self) -> LogprobHeadConfig:
         return self.trunk.config
 
-    def forward(
-        self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts, states: Tensor, p_dropout: float = 0.0
-    ) -> Tensor:
-        """Return the doubt about each token, float32 [B, T].
-
-        Args:
-            features, ids, first, texts: as in `LogprobHead.encode`, from the answer's start.
-            states: [B, T, H], the final-norm states of the second stream.
-            p_dropout: of the correction's inner layer, in training.
-        """
-        with torch.no_grad():
-            hidden, _ = self.trunk.encode(features, ids, first, texts)
-            doubt = self.trunk.doubt(features, hidden)
-        return self.correct(doubt, hidden, states, doubt > self.stream.floor, p_dropout)
+    @torch.no_grad()
+    def doubted(
+        self, features: Tensor, ids: Tensor, first: Tensor, texts: TokenTexts
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the trunk's doubt [B, T], what it knows of each token [B, T, width], and the tokens to correct, bool
+        [B, T]; arguments as of `LogprobHead.encode`, from the answer's start."""
+        hidden, _ = self.trunk.encode(features, ids, first, texts)
+        doubt = self.trunk.doubt(features, hidden)
+        return doubt, hidden, (doubt > self.stream.floor) & (ids != first)
 
     def correct(self, doubt: Tensor, hidden: Tensor, states: Tensor, where: Tensor, p_dropout: float = 0.0) -> Tensor:
         """Add the correction to the doubt about some tokens.

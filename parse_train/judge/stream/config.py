@@ -37,7 +37,7 @@ class StreamTrainingConfig(LogprobTrainingConfig):
     stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
     stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
     doubt_floor: float = field(
-        default=-6.0,
+        default=-5.0,
         metadata={
             "help": "Log of the odds of an error below which a token is not corrected. A block without other tokens "
             "needs no second stream."

@@ -89,9 +89,16 @@ class StreamModel(TokenModel):
             context: int64 [B, N], the prompts, padded on the right.
             visible: int64 [B, 1], their lengths.
         """
-        features = self.features(own, top, ids, first)
-        states = self.states(context, visible, ids)
-        each = self.head(features, ids, first, self.texts, states, self.dropout)
+        doubt, hidden, where = self.head.doubted(self.features(own, top, ids, first), ids, first, self.texts)
+        # Other rows, and tokens behind the last doubted one, need no states; padding equals its first choice. One row
+        # is always read, since every process of a distributed run must use all trained weights.
+        rows = where.any(-1).nonzero()[:, 0]
+        rows = rows if len(rows) else rows.new_zeros(1)
+        columns = where.any(0).nonzero()
+        n, n_keys = int(columns.max()) + 1 if len(columns) else 1, int(visible[rows].max())
+        states = self.states(context[rows, :n_keys], visible[rows], ids[rows, :n])
+        each = doubt.clone()
+        each[rows, :n] = self.head.correct(doubt[rows, :n], hidden[rows, :n], states, where[rows, :n], self.dropout)
         return self.pooled(each, ids == first, cuts, self.head)
 
     def states(self, context: Tensor, visible: Tensor, ids: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ def by_definition(model, judge, tokenizer) -> list[float]:
     with judge.lora.applied(n):
         states = model.base_model(tokens, use_cache=False).last_hidden_state[0, -n:]
     texts = TokenTexts(tokenizer, (), judge.head.config.buckets)
-    each = judge.head(found.features[None], found.ids[None], found.top_ids[None, :, 0], texts, states[None])[0]
+    doubted = judge.head.doubted(found.features[None], found.ids[None], found.top_ids[None, :, 0], texts)
+    doubt, hidden, where = (part[0] for part in doubted)
+    each = judge.head.correct(doubt, hidden, states, where)
     doubt = pool_doubt(each.masked_fill(found.is_greedy_choice, -torch.inf), 1.0)
     return (judge.head.bias - doubt).tolist()
 
