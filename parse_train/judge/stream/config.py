@@ -22,7 +22,10 @@ class StreamTrainingConfig(LogprobTrainingConfig):
 
     start_from: str | None = field(
         default=None,
-        metadata={"help": "Adapter on log-probabilities, whose doubt the second stream corrects (required)."},
+        metadata={
+            "help": "Adapter on log-probabilities, whose doubt the second stream corrects, or the recipe that trains "
+            "it first, on the same data and in OUTPUT_DIR/logprob (required)."
+        },
     )
     target_dtype: str = field(
         default="auto",
@@ -66,8 +69,8 @@ class StreamTrainingConfig(LogprobTrainingConfig):
         self.activation_checkpointing = recomputes
         if not self.start_from:
             raise ParseError(
-                "the recipe needs the key start_from: an adapter on log-probabilities, which "
-                "`accelerate launch recipes/train-logprob.yaml` trains"
+                "the recipe needs the key start_from: an adapter on log-probabilities, or the recipe that trains it, "
+                "recipes/train-logprob.yaml"
             )
         for key in ("lora_rank", "stream_size"):
             if getattr(self, key) < 1:

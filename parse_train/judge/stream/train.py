@@ -14,12 +14,15 @@ from transformers import PreTrainedModel, set_seed
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
+from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.architecture import text_config
 from parse_infer.models.loading import load_language_model
+from parse_infer.models.names import resolve
 from parse_train import checkpoints, training_run
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.data import load_datasets
 from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
 from parse_train.judge.probe.activated_lora import LoraOptions
@@ -29,10 +32,12 @@ from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.trainer import ValidityTrainer
 from parse_train.judge.training import begin, finish, served_drafts
+from parse_train.recipe import load_recipe
 
 
 def main(config: StreamTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run must call this function."""
+    first_rung(config)
     set_seed(config.seed)
     build, reads = check_data(config)
     trunk, learnt = first_head(config)
@@ -77,6 +82,42 @@ def main(config: StreamTrainingConfig) -> None:
     calibrate_requests(config, build)
     training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()
+
+
+def first_rung(config: StreamTrainingConfig) -> None:
+    """Train the judge on log-probabilities if `start_from` is its recipe; then take its adapter and its sizes.
+
+    Raises:
+        ValueError, FileNotFoundError: no such recipe or adapter, or one of another kind.
+    """
+    assert config.start_from is not None
+    if config.start_from.endswith((".yaml", ".yml")):
+        same = (
+            "data",
+            "eval_data",
+            "eval_share",
+            "max_length",
+            "seed",
+            "report_to",
+            "project",
+            "artifacts",
+            "use_cpu",
+        )
+        given = {key: getattr(config, key) for key in same} | {"output_dir": f"{config.output_dir}/logprob"}
+        given["report_to"] = config.report_to or "none"
+        options = [part for key, value in given.items() if value is not None for part in (f"--{key}", *_words(value))]
+        train, first = load_recipe(config.start_from, options)
+        if type(first) is not LogprobTrainingConfig:
+            raise ParseError(f"start_from {config.start_from} is a recipe of kind {first.kind}, not logprob")
+        train(first)
+        config.start_from = str(first.adapter_dir)
+    head = (read_adapter(resolve(config.start_from)).validity_config.get("logprobs") or {}).get("head", {})
+    for key in ("k", "width", "text_size", "buckets", "sharpness"):
+        setattr(config, key, head.get(key, getattr(config, key)))
+
+
+def _words(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
 
 
 def build_model(

@@ -103,6 +103,24 @@ def test_the_recipe_trains_a_judge_that_scores_as_in_training(build, tokenizer, 
 
 
 @pytest.mark.slow
+def test_the_first_judge_is_trained_before_it(build, tmp_path, capsys):
+    """With the sizes and the settings of its own recipe, on the drafts of this one."""
+    first = recipe(build, tmp_path / "elsewhere", "logprob", width=16, max_steps=2, k=3)
+    options = [*OPTIONS, "--max_steps", "2", "--k", "5"]
+    assert main([recipe(build, tmp_path / "out", start_from=first), *options]) == 0, capsys.readouterr().err
+    target = load_language_model(build / "target", role="target", dtype="float32").model
+    trunk = ValidityAdapter.from_pretrained(tmp_path / "out" / "logprob" / "adapter", target)
+    judge = ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", target)
+    assert judge.config.stream["start_from"] == str(tmp_path / "out" / "logprob" / "adapter")
+    assert judge.head.config == trunk.head.config and trunk.head.config.width == 16 and trunk.head.config.k == 3
+    assert judge.train_problems == trunk.train_problems
+    assert not (tmp_path / "elsewhere").exists()
+    other = recipe(build, tmp_path / "other")
+    assert main([recipe(build, tmp_path / "again", start_from=other), *options]) == 2
+    assert "is a recipe of kind stream, not logprob" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_killed_training_continues_as_if_it_had_not_been(build, tmp_path):
     options = [*OPTIONS, "--save_steps", "2"]
     assert main([recipe(build, tmp_path / "whole"), *options, "--max_steps", "4"]) == 0
