@@ -149,7 +149,7 @@ def test_acceptance_length_is_that_of_chains():
     assert metrics["acceptance_length"] == pytest.approx(1 + (2 + 1 + 0 + 3) / 4)
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "parallel", "medusa", "medusa-parallel"])
+@pytest.mark.parametrize("recipe", ["eagle3", "parallel", "medusa"])
 @pytest.mark.slow
 def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsys):
     from parse_infer.models.loading import load_language_model
