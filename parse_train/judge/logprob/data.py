@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,7 +45,11 @@ class LogprobExample:
         row, stored = draft.row, draft.logprobs
         assert row.cuts is not None
         logprobs = TokenLogprobs(stored.ids, stored.own, stored.top_ids[:, :1].clone(), stored.top[:, :k].clone())
-        weights = [2 * share - 1 for share in row.confidence]
+        # An error costs what the target would have got right: nothing, where it fails alone.
+        cost = 1.0 if row.target_value is None else row.target_value
+        weights = [
+            (2 * share - 1) * (1.0 if label else cost) for share, label in zip(row.confidence, row.labels, strict=True)
+        ]
         return cls(logprobs, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
 
 
@@ -53,7 +58,8 @@ def load_datasets(
 ) -> tuple[ValidityDataset, ValidityDataset, dict[str, int]]:
     """Load training drafts, evaluation drafts (longest first) and counts for the log.
 
-    Drafts of `more_data` are never held out: the exported bound is one for drafts like those of `data`.
+    Drafts of `more_data` are never held out: the exported bound is one for drafts like those of `data`. All training
+    drafts of a problem weigh as much as those of another: a problem whose drafts differ has more of them.
 
     Args:
         learnt: `prompt_hash` of problems that the head has learnt from before; their drafts are not held out.
@@ -85,6 +91,9 @@ def load_datasets(
     for name, examples in (("for training", train), ("for evaluation", evaluation)):
         if not examples:
             raise ParseError(f"{config.data} leaves no draft {name} of at most max_length {config.max_length} tokens")
+    n_of = Counter(example.problem for example in train)
+    mean = len(train) / len(n_of)
+    train = [replace(e, weights=[weight * mean / n_of[e.problem] for weight in e.weights]) for e in train]
     counts = {
         "train_drafts": len(train),
         "train_problems": len({row.problem for row in train_rows}),

@@ -329,3 +329,26 @@ def test_weights_in_bfloat16_score_in_float32(build, tokenizer):
     rounded.sum().backward()
     assert rounded.dtype == torch.float32 and all(p.grad is not None for p in model.head.parameters())
     torch.testing.assert_close(model.float()(**inputs)["logits"], rounded, atol=1e-3, rtol=0)
+
+
+def test_a_problem_weighs_as_much_as_another_and_an_error_what_it_costs(build, tmp_path):
+    folder = shutil.copytree(build / "build", tmp_path / "build")
+    for path in (folder / "data").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["target_value"] = 0.25
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [recipe(build, tmp_path / "out"), OPTIONS, [LogprobTrainingConfig], "train"]
+    sums = {}
+    for data in (build / "build", folder):
+        config = parse_recipe(arguments[0], [*OPTIONS, "--data", str(data)], *arguments[2:])[0]
+        for example in load_datasets(config, 3)[0].examples:
+            for label, weight in zip(example.labels, example.weights, strict=True):
+                key = data.name + str(data == folder), example.problem, label
+                sums[key] = sums.get(key, 0.0) + weight / len(example.labels)
+    plain = {key[1:]: value for key, value in sums.items() if key[0].endswith("False")}
+    cheap = {key[1:]: value for key, value in sums.items() if key[0].endswith("True")}
+    problems = {problem for problem, _ in plain}
+    totals = [plain.get((problem, True), 0) + plain.get((problem, False), 0) for problem in problems]
+    assert totals == pytest.approx([totals[0]] * len(totals))
+    assert all(cheap[key] == pytest.approx(value * (1.0 if key[1] else 0.25)) for key, value in plain.items())
