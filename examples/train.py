@@ -37,12 +37,13 @@ def main() -> None:
         "--limit",
         arguments.limit,
     ]
-    data, run = str(arguments.out / "data"), str(arguments.out / "validity")
+    data, run = str(arguments.out / "data"), str(arguments.out / "judge")
     # The draft model answers, the target continues from prefixes: parse-data build recipes/data.yaml …
     code = parse_data(["build", str(RECIPES / "data.yaml"), "--output_dir", data, *task])
     # On several GPUs: accelerate launch recipes/train.yaml --data … --output_dir …
     options = ["--data", data, "--output_dir", run, "--report_to", "none", "--calibration_problems", "0", *training]
-    code = code or parse_train([str(RECIPES / "train.yaml"), *options])
+    first = ["--start_from", str(RECIPES / "train-logprob.yaml")]
+    code = code or parse_train([str(RECIPES / "train.yaml"), *first, *options])
     if code == 0:
         print(f"Use it: parse-infer generate --adapter {run}/adapter …")
     raise SystemExit(code)

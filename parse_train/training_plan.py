@@ -204,7 +204,7 @@ def _second_run(model: ValidityModel) -> Iterator[None]:
 
 
 def _stream(config: StreamTrainingConfig) -> TrainingPlan:
-    target = read_build_info(config.data).target.get("name", "")
+    target = config.target or read_build_info(config.data).target["name"]
     b, t, n = config.per_device_train_batch_size, config.max_length, PROMPT_TOKENS
     texts = TokenTexts(None, (0,), config.buckets)  # type: ignore[arg-type]  # reads no text
 

@@ -15,7 +15,10 @@ RUNS = {
     "stream": ([], "target forwards]"),
     "score": ([], "the first error is in step 1"),
     "serve": ([], "draft tokens accepted:"),
-    "train": (["--limit", "24", "--max_steps", "1"], "Use it: parse-infer generate --adapter"),
+    "train": (
+        ["--limit", "24", "--max_steps", "1", "--min_wrong_drafts", "1"],
+        "Use it: parse-infer generate --adapter",
+    ),
     "calibrate": (["--limit", "12"], "####"),
 }
 

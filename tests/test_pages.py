@@ -39,6 +39,7 @@ LESS = {
     "parse-infer cost": "--rounds 1",
     "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
     "validity": "--max_steps 1 --calibration_problems 0 --report_to none --use_cpu true",
+    "stream": "--max_steps 1 --min_wrong_drafts 1 --calibration_problems 0 --report_to none --use_cpu true",
     "logprob": "--max_steps 1 --report_to none --use_cpu true",
     "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",
 }
@@ -116,10 +117,10 @@ def train(words: list[str], room: Path, number: int) -> int:
         return 0
     kind = re.search(r"^recipe: (\w+)", (REPOSITORY / recipe).read_text(), re.MULTILINE)
     assert kind is not None
-    name = "logprob" if kind[1] == "logprob" else Path(recipe).stem.replace("train", "validity")
+    name = {"stream": "judge", "eagle": Path(recipe).stem}.get(kind[1], kind[1])
     places = ["--output_dir", str(room / "runs" / (name if number == 0 else f"{name}-{number}"))]
     places = [] if "--output_dir" in overrides else places
-    places += ["--data", str(room / "data" / "validity")] if kind[1] in ("validity", "logprob") else []
+    places += ["--data", str(room / "data" / "validity")] if kind[1] in ("validity", "logprob", "stream") else []
     places += ["--answers", str(room / "runs" / "answers")] if kind[1] == "eagle" else []
     return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])
 

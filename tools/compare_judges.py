@@ -1,6 +1,6 @@
 """Compare exported adapters and baselines on the same held-out drafts.
 
-`python -m tools.compare_judges recipes/train.yaml --adapters FOLDER [FOLDER …] [--key value …]`
+`python -m tools.compare_judges recipes/train-probe.yaml --adapters FOLDER [FOLDER …] [--key value …]`
 
 Recipe and overrides determine the held-out drafts, as in the training of the adapters. Each adapter scores draft by
 draft, as in the engine. `python -m tools.render_docs` renders the resulting JSON
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text_table(result))
         print(f"written: {path}")
 
-    example = "recipes/train.yaml --adapters runs/validity/adapter"
+    example = "recipes/train-probe.yaml --adapters runs/validity/adapter"
     return run_measurement(argv, COMMAND, example, ComparisonArguments, run)
 
 

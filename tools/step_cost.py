@@ -1,6 +1,6 @@
 """Compare training steps with a cached context (no gradient) and with back-propagation through all tokens.
 
-`python -m tools.step_cost recipes/train.yaml [--rounds 12] [--key value …]`
+`python -m tools.step_cost recipes/train-probe.yaml [--rounds 12] [--key value …]`
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(run(config, how.rounds))
 
     command = "python -m tools.step_cost"
-    return run_measurement(argv, command, "recipes/train.yaml [--rounds 12]", StepCostArguments, measure)
+    return run_measurement(argv, command, "recipes/train-probe.yaml [--rounds 12]", StepCostArguments, measure)
 
 
 def run(config: ValidityTrainingConfig, rounds: int) -> str:

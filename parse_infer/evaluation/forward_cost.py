@@ -145,7 +145,7 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
 
 
 def random_judge(target: LanguageModel) -> ValidityAdapter:
-    """A judge (LoRA, head and token doubt) of the size in `recipes/train.yaml`, with random weights."""
+    """A judge (LoRA, head and token doubt) of the size in `recipes/train-probe.yaml`, with random weights."""
     model, size = target.model, target.model.config.get_text_config(decoder=True).hidden_size
     linears = [m for m in getattr(model, model.base_model_prefix).modules() if isinstance(m, nn.Linear)]
     with torch.device(model.device):

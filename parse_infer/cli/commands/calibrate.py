@@ -73,7 +73,7 @@ def calibrate(
     \b
     Examples:
       parse-infer calibrate --limit 500
-      parse-infer calibrate --adapter runs/validity/adapter --risk 0.05 --limit 1000
+      parse-infer calibrate --adapter runs/judge/adapter --risk 0.05 --limit 1000
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """

@@ -40,7 +40,7 @@ def generate(
     \b
     Examples:
       parse-infer generate "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?" --stream
-      parse-infer generate "…" --adapter runs/validity/adapter --risk 0.05
+      parse-infer generate "…" --adapter runs/judge/adapter --risk 0.05
       parse-infer generate --file prompts.jsonl --json > answers.jsonl
       parse-infer generate --file prompts.jsonl --backend vllm --out runs/answers
       parse-infer generate "…" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/qwen3-8b-0.6b/adapter \\

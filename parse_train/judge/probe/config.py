@@ -1,4 +1,4 @@
-"""Configuration of the training of a head on hidden states: the keys of `recipes/train.yaml`."""
+"""Configuration of the training of a head on hidden states: the keys of `recipes/train-probe.yaml`."""
 
 from __future__ import annotations
 

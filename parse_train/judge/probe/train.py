@@ -1,6 +1,6 @@
 """Recipe `validity`: train adapter and head, choose the threshold, export.
 
-`accelerate launch recipes/train.yaml`
+`accelerate launch recipes/train-probe.yaml`
 """
 
 from __future__ import annotations

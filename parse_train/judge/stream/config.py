@@ -1,4 +1,4 @@
-"""Configuration of the training of a second stream: the keys of `recipes/train-stream.yaml`."""
+"""Configuration of the training of a second stream: the keys of `recipes/train.yaml`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class StreamTrainingConfig(LogprobTrainingConfig):
             "help": "Adapter on log-probabilities, whose doubt the second stream corrects, or the recipe that trains "
             "it first, on the same data and in OUTPUT_DIR/logprob (required)."
         },
+    )
+    target: str | None = field(
+        default=None,
+        metadata={"help": "Target model: Hugging Face id, folder, GGUF file or zoo:target; default: the build's."},
     )
     target_dtype: str = field(
         default="auto",

@@ -1,6 +1,6 @@
 """Recipe `stream`: train a LoRA that reads the draft in a second stream of the target's pass.
 
-`accelerate launch recipes/train-stream.yaml`
+`accelerate launch recipes/train.yaml`
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(config: StreamTrainingConfig) -> None:
             f"{config.min_wrong_drafts}: build more, or use the adapter {config.start_from} as it is"
         )
     target = load_language_model(
-        build.target["name"],
+        config.target or build.target["name"],
         role="target",
         device=config.device,
         dtype=config.target_dtype,

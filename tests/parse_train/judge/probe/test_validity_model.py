@@ -22,7 +22,6 @@ from parse_infer.judge.probe.packing import probe_positions
 from parse_infer.judge.verifier import Verifier
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.text.cuts import Segmenter
 from parse_train.judge.data import ValidityDataset
@@ -34,7 +33,6 @@ from parse_train.judge.probe.data import ValidityCollator, ValidityExample
 from parse_train.judge.probe.draft_states import DraftStates, StateStore
 from parse_train.judge.probe.model import ValidityModel
 from parse_train.judge.probe.train import build_model, describe, frequent_tokens
-from parse_train.recipe import load_recipe
 from tests.conftest import MOE_ARCHITECTURES
 from tests.parse_infer.language_models import language_model
 from tools.step_cost import back_propagate_throughout
@@ -489,34 +487,6 @@ def test_the_exported_folder_says_what_it_is(make_model: Callable[..., PreTraine
         export_adapter(folder, trained(make_model("llama")).exported(facts), {"auroc": 0.1}, risk, {"r": Broken()})
     assert (folder / "README.md").read_text() == card
     assert (folder / "r.png").is_file()
-
-
-def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(
-    make_model: Callable[..., PreTrainedModel],
-    tokenizer: PreTrainedTokenizerFast,
-    batch: dict[str, Tensor],
-    tmp_path: Path,
-) -> None:
-    """Qwen3's configuration end to end: load, wrap, one step in bfloat16."""
-    from parse_train.judge.probe.train import load_target
-
-    make_model("qwen3").save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    overrides = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
-    main, config = load_recipe(REPOSITORY / "recipes/real/train.yaml", [*overrides, "--use_cpu"])
-    assert main.__module__ == "parse_train.judge.probe.train"
-    fast = multiplies_in_16_bits(torch.device("cpu"))
-    assert (config.lora_rank, config.bf16, config.target_dtype) == (32, fast, "bfloat16")
-    lm = load_target(config)
-    assert lm.model.dtype == torch.bfloat16
-    assert describe(config, lm, {}, {}).target["model_type"] == "qwen3"
-    validity = build_model(config, lm).train()
-    adapted = {name.split(".")[-4] for name, p in validity.named_parameters() if "lora_A" in name}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(validity, batch)
-    loss.backward()
-    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize(

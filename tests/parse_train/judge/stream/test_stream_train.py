@@ -27,9 +27,11 @@ from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.stream.train import build_model
 from parse_train.outlines import PROMPT_TOKENS
+from parse_train.recipe import load_recipe
 from parse_train.training_plan import load_config_of, plan_training
 
 OPTIONS = ["--report_to", "none", "--k", "3", "--eval_share", "0.5", "--per_device_train_batch_size", "8"]
+REPOSITORY = Path(__file__).parents[4]
 INPUTS = ("own", "top", "ids", "first", "cuts")
 
 
@@ -225,3 +227,27 @@ def test_the_plan_counts_what_a_step_keeps(build, tokenizer, tmp_path, checkpoin
         states = model.states(torch.ones(b, PROMPT_TOKENS, dtype=torch.long), visible, torch.ones(b, t).long())
         model.head.correct(torch.zeros(b, t), torch.zeros(b, t, config.width), states, torch.ones(b, t).bool()).sum()
     assert counted.saved == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.2)
+
+
+def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(build, make_model, tokenizer, tmp_path):
+    """Qwen3's configuration end to end: load, wrap, one step in bfloat16 with checkpointing."""
+    make_model("qwen3").save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    overrides = ["--target", str(tmp_path / "target"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
+    _, config = load_recipe(REPOSITORY / "recipes/real/train.yaml", [*overrides, "--use_cpu", "--k", "3"])
+    assert (config.lora_rank, config.start_from) == (32, "recipes/real/train-logprob.yaml")
+    lm = load_language_model(config.target, role="target", dtype=config.target_dtype, trainable=True)
+    assert lm.model.dtype == torch.bfloat16
+    texts = TokenTexts(tokenizer, (), config.buckets)
+    model = build_model(config, lm.model, LogprobHead(config.head), texts).train()
+    if config.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    inputs = batch(lm, build)
+    torch.nn.init.normal_(model.head.out.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**{key: inputs[key] for key in (*INPUTS, "context", "visible")})["logits"]
+    loss = logits[inputs["labels"] >= 0].float().mean()
+    loss.backward()
+    assert torch.isfinite(loss)
