@@ -12,9 +12,10 @@ For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
 - clients: one row per mode and number of clients.
 
-For a comparison of judges (`tools.compare_judges`):
+For a comparison of judges (`tools.compare_judges`, `tools.judge_ladder`):
 
-- judges: one row per judge; missing figures are empty.
+- judges: one row per judge; missing figures are empty;
+- ladder: one row per rung, and the differences to the first.
 
 For calibrations:
 
@@ -84,6 +85,14 @@ _CLIENTS = (
     "median answer, s",
     "99th percentile, s",
 )
+_LADDER = {
+    "auroc": "AUROC, prefixes",
+    "ap_error": "AP of errors, prefixes",
+    "auroc_draft": "AUROC, drafts",
+    "ap_error_draft": "AP of errors, drafts",
+    "rejected_at_0.02": "right tokens rejected at 2 % missed errors, %",
+    "rejected_at_0.05": "at 5 %, %",
+}
 _JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
@@ -107,6 +116,9 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
     if kind == "clients":
         results = read_results(path, needed=("about", "cells"))
         return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
+    if kind == "ladder":
+        results = read_results(path, needed=("environment", "rungs", "wrong_drafts", "auroc_of_length"))
+        return [*_ladder(results["rungs"]), "", _origin_of_ladder(results)]
     if kind == "simulation":
         results = read_results(path, needed=("environment", "rows"))
         return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
@@ -114,7 +126,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        known = [*_KINDS, "headline", "clients", "judges", "simulation", "splits"]
+        known = [*_KINDS, "headline", "clients", "judges", "ladder", "simulation", "splits"]
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
@@ -252,6 +264,27 @@ def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
         for name, m in judges.items()
     ]
     return markdown_table(_JUDGES, cells)
+
+
+def _ladder(rungs: dict[str, dict[str, Any]]) -> list[str]:
+    cells = []
+    for i, (name, rung) in enumerate(rungs.items()):
+        row = [f"{name} ({rung['seeds']} seeds)" if rung["seeds"] > 1 else name]
+        for figure in _LADDER:
+            percent, (apart, low, high) = figure.startswith("rejected"), rung["to_first"][figure]
+            scale, digits = (100, 1) if percent else (1, 3)
+            below = f"<br>{scale * apart:+.{digits}f} [{scale * low:+.{digits}f}, {scale * high:+.{digits}f}]"
+            row.append(f"{scale * rung[figure]:.{digits}f}" + (below if i else ""))
+        cells.append(row)
+    return markdown_table(("judge", *_LADDER.values()), cells)
+
+
+def _origin_of_ladder(results: dict[str, Any]) -> str:
+    return (
+        f"{results['drafts']:,} held-out drafts of {results['problems']:,} problems, {results['wrong_drafts']:,} with "
+        f"an error; the length alone has an AUROC of {results['auroc_of_length']:.2f}. Below each figure: its "
+        f"difference to the first row. {_measured(results['environment'])}"
+    )
 
 
 def _thresholds(results: dict[str, Any]) -> list[str]:

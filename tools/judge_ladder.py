@@ -4,23 +4,29 @@
 --rung stream=runs/b0/adapter,runs/b1/adapter --out runs/ladder.json`
 
 Each figure is the mean over a rung's seeds. The differences to the first rung have 95 % intervals, by one paired
-bootstrap over problems. Scores are kept beside the result, so an interrupted comparison goes on where it stopped.
+bootstrap over problems. Two rules without training stand below the rungs. Scores are kept beside the result, so an
+interrupted comparison goes on where it stopped. `python -m tools.render_docs` renders the JSON file as the table
+`ladder`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sklearn.metrics import average_precision_score, roc_auc_score
+from torch import Tensor
 
 from data_tools.labels.logprobs import ReadDraft, read_drafts
 from parse_infer.cli.entry_point import run_app
@@ -28,16 +34,23 @@ from parse_infer.errors import ParseError
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.verifier import Verifier
-from parse_infer.models.environment import describe_machine
+from parse_infer.models.environment import describe_machine, describe_run
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.text.cuts import Segmenter
 from parse_train.judge.build_info import read_build_info
 from parse_train.judge.metrics import Floats, ScoredDrafts, first_error
 
+COMMAND = "python -m tools.judge_ladder"
 MISSED = (0.01, 0.02, 0.05)
 """Shares of the errors that a judge accepts, at which the right tokens that it rejects are compared."""
 FIGURES = ("auroc", "ap_error", "auroc_draft", "ap_error_draft", *(f"rejected_at_{share:g}" for share in MISSED))
+RULES: dict[str, Callable[[TokenLogprobs], Tensor]] = {
+    "min-p": lambda found: found.own - found.top[:, 0],
+    "lowest log-probability": lambda found: found.own,
+}
+"""Scores of single tokens; a prefix has the lowest of its tokens."""
 _ANY = Carried(usual=True)  # drafts at higher temperatures are outside the range of those at the lowest
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -55,13 +68,18 @@ def compare(
     """Compare the rungs of a ladder of judges on the same held-out drafts."""
     rungs = read_rungs(rung)
     drafts = list(read_drafts(data))
-    lm = load_language_model(read_build_info(data).target["name"], role="target", dtype=dtype, device=device)
+    lm = load_language_model(read_build_info(str(data)).target["name"], role="target", dtype=dtype, device=device)
     scores = {
         name: [score(folder, drafts, lm, out.with_suffix("")) for folder in folders] for name, folders in rungs.items()
-    }
+    } | {name: [score_by_rule(rule, drafts)] for name, rule in RULES.items()}
     owners = [draft.row.problem for draft in drafts]
     result = {
-        "environment": {**describe_machine(device), "dtype": str(lm.model.dtype).removeprefix("torch.")},
+        "environment": {
+            **describe_machine(lm.decoder.device),
+            **describe_run(),
+            "command": f"{COMMAND} {shlex.join(sys.argv[1:])}",
+            "dtype": str(lm.model.dtype).removeprefix("torch."),
+        },
         "data": data.name,
         "drafts": len(drafts),
         "problems": len(set(owners)),
@@ -97,6 +115,16 @@ def score(folder: str, drafts: Sequence[ReadDraft], lm: LanguageModel, kept: Pat
         write_json(file, found)
     validity = json.loads(file.read_text())
     return ScoredDrafts.from_rows(validity, [row.labels for row in rows], [row.cuts or [] for row in rows])
+
+
+def score_by_rule(rule: Callable[[TokenLogprobs], Tensor], drafts: Sequence[ReadDraft]) -> ScoredDrafts:
+    """Score each prefix by its lowest token, from the stored log-probabilities."""
+    scores = []
+    for draft in drafts:
+        lowest = torch.cat([torch.zeros(1), rule(draft.logprobs).cummin(0).values])
+        scores.append(lowest[list(draft.row.cuts or ())].tolist())
+    rows = [draft.row for draft in drafts]
+    return ScoredDrafts.from_rows(scores, [row.labels for row in rows], [row.cuts or [] for row in rows])
 
 
 def compare_rungs(
@@ -177,4 +205,4 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_app(app, "python -m tools.judge_ladder"))
+    raise SystemExit(run_app(app, COMMAND, None))
