@@ -82,7 +82,8 @@ class RowSampling:
             return torch.tensor(values, device=device)[:, None]
 
         sampled = [s for s in settings if not s.greedy]
-        self._greedy = torch.tensor([s.greedy for s in settings], device=device)
+        greedy = [row for row, s in enumerate(settings) if s.greedy]
+        self._greedy_rows = torch.tensor(greedy, dtype=torch.long, device=device)
         self._all_greedy = not sampled
         self._filtered = any(s.top_p < 1 or s.top_k > 0 for s in sampled)
         self._temperature = column([1.0 if s.greedy else s.temperature for s in settings])
@@ -90,9 +91,8 @@ class RowSampling:
 
     def choose(self, logits: Tensor, uniform: Sequence[float]) -> Tensor:
         """Choose tokens int64 [B] from logits [B, V] and one number in [0, 1) per row, without synchronisation."""
-        best = logits.argmax(-1)
         if self._all_greedy:
-            return best
+            return logits.argmax(-1)
         scores, ids = logits.float() / self._temperature, None
         if self._filtered:
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
@@ -102,13 +102,14 @@ class RowSampling:
         if self._filtered:
             probabilities = _nucleus(probabilities, self._top_p)
         cumulative = probabilities.cumsum(-1)
-        total = cumulative[:, -1:]
+        total = cumulative[:, -1:].contiguous()
         drawn = torch.tensor(uniform, device=logits.device)[:, None] * total
-        index = (cumulative <= drawn).sum(-1, keepdim=True)
-        last = (cumulative < total).sum(-1, keepdim=True)  # the last possible token, in case `wanted` rounds up
+        index = torch.searchsorted(cumulative, drawn, right=True)
+        last = torch.searchsorted(cumulative, total)  # the last possible token, in case `drawn` rounds up
         index = torch.minimum(index, last)
         chosen = index if ids is None else ids.gather(-1, index)
-        return torch.where(self._greedy, best, chosen[:, 0])
+        chosen[self._greedy_rows] = logits[self._greedy_rows].argmax(-1, keepdim=True)
+        return chosen[:, 0]
 
 
 def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
