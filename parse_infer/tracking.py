@@ -190,6 +190,17 @@ def log_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) 
     _to_run(name, log)
 
 
+def log_page(name: str, html: str) -> None:
+    """Log a page of HTML to the current run."""
+
+    def log(run: Run) -> None:
+        import wandb
+
+        run.log({name: wandb.Html(html, inject=False)})
+
+    _to_run(name, log)
+
+
 def log_artifact(
     how: str,
     kind: Literal["dataset", "model"],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ def finish(
         pictures = {f"eval/{name}": png(figures[name]) for name in ("reliability", "acceptance")}
         tracking.log_images(pictures, trainer.state.global_step)
         if config.artifacts != "none":
-            tracking.log_table("eval/drafts", *scored_table(drafts, evaluation, tokenizer))
+            tracking.log_page("eval/drafts", scored_page(drafts, evaluation, tokenizer))
         # The names of the evaluations during the training, whose last figures these replace.
         tracking.summarise({f"eval/{name}": value for name, value in metrics.items()})
         chosen_threshold = {"threshold": risk.threshold, "bound": risk.bound}
@@ -139,20 +139,26 @@ def finish(
     trainer.end()
 
 
-def scored_table(
+def scored_page(
     scored: ScoredDrafts, evaluation: ValidityDataset, tokenizer: PreTrainedTokenizerBase, limit: int = 100
-) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and rows of a table of held-out drafts: a row for each segment of at most `limit` drafts."""
-    columns = ["draft", "text", "validity", "label"]
-    rows: list[list[Any]] = []
+) -> str:
+    """Return an HTML table of at most `limit` held-out drafts, spread over all.
+
+    A segment is green, yellow or red by its validity, and underlined from the first error on.
+    """
+    rows = ["<tr><th>draft<th>right<th>lowest validity<th>text"]
     for i in np.linspace(0, len(scored.labels) - 1, min(limit, len(scored.labels))).astype(int):
-        ids, begin = evaluation.examples[i].draft_ids, 0
-        for end, validity, label in zip(scored.cuts[i], scored.scores[i], scored.labels[i], strict=True):
-            if label == IGNORED:
-                break
-            rows.append([int(i), str(tokenizer.decode(ids[begin:end])), float(validity), bool(label)])
+        ids, real, begin, parts = evaluation.examples[i].draft_ids, scored.labels[i] != IGNORED, 0, []
+        validities, labels = scored.scores[i][real], scored.labels[i][real] == 1
+        for end, validity, right in zip(scored.cuts[i][real], validities, labels, strict=True):
+            line = "" if right else ";border-bottom:2px solid"
+            style = f"background:hsl({120 * validity:.0f} 80% 80%){line}"
+            text = html.escape(str(tokenizer.decode(ids[begin:end])))
+            parts.append(f'<span style="{style}" title="validity {validity:.3f}">{text}</span>')
             begin = end
-    return columns, rows
+        facts = f"<tr><td>{i}<td>{'yes' if labels.all() else 'no'}<td>{validities.min():.3f}"
+        rows.append(f'{facts}<td style="white-space:pre-wrap">{"".join(parts)}')
+    return f'<table style="font-family:sans-serif;text-align:left" cellpadding="6">{"".join(rows)}</table>'
 
 
 def report(metrics: Mapping[str, float], alpha: float, risk: RiskControl) -> str:
