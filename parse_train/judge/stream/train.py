@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, set_seed
 
+from data_tools.labels.rows import read_rows
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
@@ -37,18 +38,13 @@ from parse_train.recipe import load_recipe
 
 def main(config: StreamTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run must call this function."""
+    check_errors(config)
     first_rung(config)
     set_seed(config.seed)
     build, reads = check_data(config)
     trunk, learnt = first_head(config)
     train, evaluation, counts = load_datasets(config, trunk.config.k, learnt)
     served_drafts(config, evaluation)  # reject a wrong temperature before the training
-    wrong = sum(not all(example.labels) for example in train.examples)
-    if wrong < config.min_wrong_drafts:
-        raise ParseError(
-            f"{config.data} has {wrong} training drafts with an error, fewer than min_wrong_drafts "
-            f"{config.min_wrong_drafts}: build more, or use the adapter {config.start_from} as it is"
-        )
     target = load_language_model(
         config.target or build.target["name"],
         role="target",
@@ -82,6 +78,16 @@ def main(config: StreamTrainingConfig) -> None:
     calibrate_requests(config, build)
     training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()
+
+
+def check_errors(config: StreamTrainingConfig) -> None:
+    """Raise ValueError if the data has fewer wrong drafts than `min_wrong_drafts`, before anything is trained."""
+    wrong = sum(not all(row.labels) for data in (config.data, *config.more_data) for row in read_rows(data))
+    if wrong < config.min_wrong_drafts:
+        raise ParseError(
+            f"{config.data} has {wrong} drafts with an error, fewer than min_wrong_drafts {config.min_wrong_drafts}: "
+            f"build more, or use {config.start_from} alone"
+        )
 
 
 def first_rung(config: StreamTrainingConfig) -> None:

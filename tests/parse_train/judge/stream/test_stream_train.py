@@ -191,7 +191,7 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
         (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
         (["--stream_dropout", "1"], "stream_dropout is 1.0; it must be at least 0 and below 1"),
-        (["--min_wrong_drafts", "99"], "training drafts with an error, fewer than min_wrong_drafts 99: build more"),
+        (["--min_wrong_drafts", "99"], "drafts with an error, fewer than min_wrong_drafts 99: build more"),
         (["--lora_target_modules", "qproj"], "qproj"),
     ],
 )
