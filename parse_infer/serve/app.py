@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -18,7 +18,7 @@ from parse_infer.serve.handlers import RequestHandler
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.middleware import RequestMiddleware
 from parse_infer.serve.page import page_file
-from parse_infer.serve.passthrough import passing_route
+from parse_infer.serve.passthrough import OTHER, other_request, passing_route
 from parse_infer.serve.protocol.chat import ChatBody, ChatCompletion, ChatShape
 from parse_infer.serve.protocol.completion import Completion, CompletionBody, CompletionShape
 from parse_infer.serve.protocol.tokens import (
@@ -128,6 +128,12 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
         if queue.closing:
             raise ApiError(503, "the server is stopping", "stopping")
         return {"status": "ok"}
+
+    if runner.relays:
+
+        @app.post(OTHER, include_in_schema=False)
+        async def other(request: Request) -> Response:
+            return handler.relay(await other_request(request))
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus() -> Response:

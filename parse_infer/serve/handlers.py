@@ -15,7 +15,7 @@ from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.passthrough import PassedRequest, pass_through
+from parse_infer.serve.passthrough import PassedRequest, Unknown, pass_through
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
@@ -70,8 +70,15 @@ class RequestHandler:
         return [f"unknown fields ignored: {', '.join(unknown)}"] if unknown else []
 
     def answer(self, shape: Shape, body: ChatBody | CompletionBody) -> CancellableResponse:
-        """The response to a completion request. Raises ApiError for requests that are invalid before admission."""
+        """The response to a completion request.
+
+        Raises ApiError for requests that are invalid before admission, and Unknown for one that the target's server is
+        to answer.
+        """
         self.check_model(body.model)
+        unknown = next(body.unknown(), None)
+        if unknown is not None and self.runner.relays and not self._server.strict:
+            raise Unknown(unknown)
         warnings = self.warnings(body)
         settings, unpromised = self._settings(body)
         if unpromised is not None:
@@ -126,7 +133,9 @@ class RequestHandler:
 
     def relay(self, request: PassedRequest) -> CancellableResponse:
         """Pass a request through to the target's server, without a draft."""
-        self.check_model(request.fields.get("model"))
+        if not isinstance(model := request.model, str | None):
+            raise ApiError(400, "model: give a text", "invalid_value", "model")
+        self.check_model(model)
         return CancellableResponse(
             lambda send: pass_through(self.runner, self.queue, self.metrics, request, self._note, send)
         )

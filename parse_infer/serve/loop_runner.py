@@ -86,10 +86,10 @@ class LoopRunner(Runner):
                     self._audits -= job.audit
 
     async def relay(
-        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
-            async with self._slots, aclosing(self._backend.relay(path, body, fields, whole)) as pieces:
+            async with self._slots, aclosing(self._backend.relay(path, body, headers, fields, whole)) as pieces:
                 with self._engine.in_flight():
                     async for piece in pieces:
                         yield piece

@@ -1,9 +1,14 @@
-"""Pass-through: requests that a draft cannot speed up go to the target's own server, as bytes."""
+"""Pass-through: requests that a draft cannot speed up go to the target's own server, as bytes.
+
+Routes that PARSE does not have are the target's too: `OTHER` below `/v1`, without those that change the server.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
@@ -13,6 +18,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from parse_infer.backends.pool.response_head import ResponseHead
@@ -25,6 +31,11 @@ from parse_infer.serve.response import LAST_WRITE_S, event_line
 from parse_infer.serve.runner import Runner
 
 log = logging.getLogger("parse_infer.serve")
+OTHER = "/v1/{path:path}"
+_PATH = re.compile(r"/v1(/\w[\w.-]*)+", re.ASCII)  # no "..", which would lead out of /v1
+_CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_HEADERS = ("accept", "content-type", "traceparent", "tracestate")
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,27 +43,48 @@ class PassedRequest:
     """A request for the target's server.
 
     Attributes:
-        fields: the JSON object in `body`.
-        because: the field that only the target's server supports.
+        headers: those that concern the content and its tracing.
+        fields: the JSON object in `body`; None: it has another content.
+        because: the field that only the target's server supports, or the route. A log has the part before a colon,
+            which nobody but us has written.
     """
 
     path: str
     body: bytes
-    fields: Mapping[str, Any]
+    headers: Mapping[str, str]
+    fields: Mapping[str, Any] | None
     because: str
+
+    @classmethod
+    async def of(cls, request: Request, fields: Mapping[str, Any] | None, because: str) -> PassedRequest:
+        headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
+        path = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+        return cls(path, await request.body(), headers, fields, because)
+
+    @property
+    def model(self) -> object:
+        return (self.fields or {}).get("model")
 
     @property
     def answers(self) -> int:
-        n = self.fields.get("n")
+        n = (self.fields or {}).get("n")
         return n if isinstance(n, int) and n > 0 else 1
 
     @property
     def streams(self) -> bool:
-        return self.fields.get("stream") is True
+        return (self.fields or {}).get("stream") is True
+
+
+class Unknown(Exception):
+    """Ends the handling of a request with a field that only the target's server may know."""
+
+    def __init__(self, field: str) -> None:
+        name = field if _NAME.fullmatch(field) else "of another name"  # a header is ASCII
+        super().__init__(f"unknown field: {name}")
 
 
 def passing_route(relay: Callable[[PassedRequest], Response]) -> type[APIRoute]:
-    """Return a kind of route that relays each request with a field that is valid, but not supported here."""
+    """Return a kind of route that relays each request with a field that is not supported, or not known, here."""
 
     class PassingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -61,18 +93,37 @@ def passing_route(relay: Callable[[PassedRequest], Response]) -> type[APIRoute]:
             async def handle(request: Request) -> Response:
                 try:
                     return await own(request)
+                except Unknown as error:
+                    because = str(error)
                 except RequestValidationError as error:
-                    because = unsupported_field(error.errors())
-                    if because is None:
+                    unsupported = unsupported_field(error.errors())
+                    if unsupported is None or not isinstance((await request.json()).get("model"), str | None):
                         raise
-                    fields = await request.json()
-                    if not isinstance(fields.get("model"), str | None):
-                        raise
-                    return relay(PassedRequest(request.url.path, await request.body(), fields, because))
+                    because = unsupported
+                return relay(await PassedRequest.of(request, await request.json(), because))
 
             return handle
 
     return PassingRoute
+
+
+async def other_request(request: Request) -> PassedRequest:
+    """Return a request for a route that only the target's server may have.
+
+    Raises HTTPException where the route would change that server, and ApiError where the JSON is no object.
+    """
+    path = request.url.path
+    if path in _CHANGING or not _PATH.fullmatch(path):
+        raise HTTPException(404)
+    if "json" not in request.headers.get("content-type", "application/json"):
+        return await PassedRequest.of(request, None, "path")
+    try:
+        fields = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_json")
+    return await PassedRequest.of(request, fields, "path")
 
 
 async def pass_through(
@@ -91,8 +142,8 @@ async def pass_through(
     try:
         async with queue.place(request.answers):
             with api_errors():
-                pieces = runner.relay(request.path, request.body, request.fields, whole=not request.streams)
-                await response.write(pieces)
+                whole, content = not request.streams, (request.body, request.headers, request.fields)
+                await response.write(runner.relay(request.path, *content, whole=whole))
             metrics.relayed.inc(request.answers)
             fields = {
                 "id": request_id.get(),
@@ -100,7 +151,7 @@ async def pass_through(
                 "seconds": round(time.perf_counter() - asked_at, 4),
                 "mode": "target",
                 "adaptive": False,
-                "because": request.because,
+                "because": request.because.partition(":")[0],
             }
             log.info("answered", extra={"fields": fields})
             note(fields)

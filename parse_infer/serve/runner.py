@@ -173,7 +173,7 @@ class Runner(ABC):
         }
 
     def relay(
-        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to the target's server, if the runner `relays`.
 

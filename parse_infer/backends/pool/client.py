@@ -6,9 +6,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -18,6 +19,7 @@ from parse_infer.backends.pool.server_sent_events import event_data
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS, Call
 from parse_infer.errors import ServerError
 
+_ROUTES = (COMPLETIONS, "/v1/chat/completions", "/tokenize")  # of every server
 KEEP_ALIVE_S = 3.0  # of an idle connection; vLLM closes it after 5 s and could lose a request
 _CONNECT_S = 5.0
 _ABORT_S = 1.0
@@ -156,16 +158,19 @@ class Client:
                 yield chunk
         raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
-    async def passed(self, url: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Send a JSON body as it is; yield the head of the response, then the pieces of its body unchanged.
+    async def passed(
+        self, url: str, body: bytes, headers: Mapping[str, str], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Send a body as it is; yield the head of the response, then the pieces of its body unchanged.
 
         A rejection of the request is a response too. Raises TransientServerError for failures of the server, and
         RequestRejected where the server rejects our key or address.
 
         Args:
+            headers: of the request, in lower case; without `content-type` the body is JSON.
             whole: read the whole body before the head is yielded, so that a response cut off can be retried.
         """
-        async with self._answer("POST", url, body) as response:
+        async with self._answer("POST", url, body, headers) as response:
             head = ResponseHead.of(response.status, response.raw_headers)
             if whole:
                 content = await response.read()
@@ -185,7 +190,13 @@ class Client:
                 await session.connector.close()
             session.detach()
 
-    def _answer(self, method: str, url: str, body: dict[str, Any] | bytes | None = None) -> _Response:
+    def _answer(
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> _Response:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
@@ -194,7 +205,7 @@ class Client:
                 connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
             )
             self._loop = loop
-        return _Response(self._session, method, url, body, self._key_hint)
+        return _Response(self._session, method, url, body, headers or {}, self._key_hint)
 
 
 class _Response:
@@ -209,19 +220,20 @@ class _Response:
         method: str,
         url: str,
         body: dict[str, Any] | bytes | None,
+        headers: Mapping[str, str],
         key_hint: str,
     ) -> None:
         data = json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body
-        self._passed = isinstance(body, bytes)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        self._request = session.request(method, url, data=data, headers=headers, allow_redirects=False)
+        self._passed, self._ours = isinstance(body, bytes), urlsplit(url).path.endswith(_ROUTES)
+        own = {} if body is None else {"content-type": "application/json"}
+        self._request = session.request(method, url, data=data, headers=own | {**headers}, allow_redirects=False)
         self._url, self._key_hint = url, key_hint
         self._response: aiohttp.ClientResponse | None = None
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             self._response = response = await self._request
-            if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status)):
+            if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status, self._ours)):
                 return response
             body = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -254,9 +266,14 @@ class _Response:
         return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError))
 
 
-def _concerns_request(status: int) -> bool:
-    """Whether a rejection concerns the request, not our key or address (401, 403, 404) or the server's load."""
-    return 400 <= status < 500 and status not in (401, 403, 404, 408, 429)
+def _concerns_request(status: int, every_server_has_route: bool) -> bool:
+    """Whether a rejection concerns the request, not our key or address (401, 403, 404) or the server's load.
+
+    vLLM answers 501 where the model has no use for a route.
+    """
+    if status == 404:
+        return not every_server_has_route
+    return status == 501 or (400 <= status < 500 and status not in (401, 403, 408, 429))
 
 
 def _parsed(content: bytes, url: str) -> Any:

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -217,7 +217,9 @@ class ReplicaPool:
                 return
         raise self._balancer.failing(tried)
 
-    async def passed(self, path: str, body: bytes, whole: bool) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def passed(
+        self, path: str, body: bytes, headers: Mapping[str, str], whole: bool
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
         Raises as `ask` does. A response that has begun is not retried.
@@ -226,7 +228,7 @@ class ReplicaPool:
         while tried.left and not begun:
             server = await self._server(None, tried)
             async with self._attempt(server, tried) as attempt:
-                async with aclosing(self._client.passed(f"{server.url}{path}", body, whole)) as pieces:
+                async with aclosing(self._client.passed(f"{server.url}{path}", body, headers, whole)) as pieces:
                     while (piece := await self._next(attempt, pieces, None)) is not None:
                         attempt.answered = begun = True
                         if isinstance(piece, ResponseHead) and piece.status >= 400:

@@ -223,7 +223,7 @@ class ServerBackend:
             return await self._target.ask(context, draft, cuts, at)
 
     def relay(
-        self, path: str, body: bytes, fields: Mapping[str, Any], whole: bool
+        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
@@ -231,18 +231,21 @@ class ServerBackend:
         this engine's options of the chat template.
 
         Args:
-            fields: the JSON object in `body`.
+            headers: those of the request to pass on, in lower case.
+            fields: the JSON object in `body`; None: another content, which is passed on as it is.
             whole: read the response before the head is yielded, so that it can be retried.
 
         Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
         servers = self._target.servers
+        if fields is None:
+            return servers.passed(path, body, headers, whole)
         sent = {name: value for name, value in fields.items() if name != "parse"} | {"model": servers.model}
         own = fields.get("chat_template_kwargs") or {}
         if self.target.template_options and "messages" in fields and isinstance(own, Mapping):
             sent["chat_template_kwargs"] = {**self.target.template_options, **own}
         try:
-            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), whole)
+            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), headers, whole)
         except RecursionError as error:
             raise RequestRejected("the body is nested too deeply", status=400) from error
 

@@ -56,7 +56,7 @@ class FakeServer:
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
         canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
-        received: bodies of the requests with such a response.
+        received, heads: bodies, and paths with headers, of the requests with such a response.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
@@ -87,6 +87,7 @@ class FakeServer:
         self.given_keys: list[str | None] = []
         self.canned: tuple[int, dict[str, str], list[bytes | None]] | None = None
         self.received: list[bytes] = []
+        self.heads: list[tuple[str, dict[str, str]]] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -174,6 +175,7 @@ class FakeServer:
         self, request: web.Request, status: int, headers: dict[str, str], pieces: list[bytes | None]
     ) -> web.StreamResponse:
         self.received.append(await request.read())
+        self.heads.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
         response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
         for piece in pieces:

@@ -115,6 +115,81 @@ def test_a_request_that_a_draft_cannot_answer_reaches_the_target_unchanged(canne
     assert received == [body], "the very bytes"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/responses?include=x", {"input": "2 + 2?", "stream": True}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 9}),
+        ("/v1/audio/speech", {"input": "a", "voice": "b"}),
+    ],
+)
+def test_a_route_that_only_the_target_has_is_passed_through(engine, connect, path, fields):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b'{"data": []}']
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "accept": "text/event-stream"}
+    with running(LoopRunner(coordinator), engine, model="public-name") as served:
+        body = {"model": "public-name", **fields}
+        response = httpx.post(served.url + path, json=body, headers={**trace, "x-other": "mine"}, timeout=60)
+        assert (response.status_code, response.content) == (200, b'{"data": []}')
+        assert response.headers["x-parse-because"] == "path"
+        assert json.loads(target.received[0]) == {"model": target.names[0], **fields}
+        (found, headers) = target.heads[0]
+        assert found == path and {name: headers[name] for name in trace} == trace and "x-other" not in headers
+        assert served.post(path, {"model": "another"}).status_code == 404 and len(target.received) == 1
+
+
+def test_a_body_without_json_is_passed_through(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b'{"text": "a"}']
+    with running(LoopRunner(coordinator), engine) as served:
+        url = f"{served.url}/v1/audio/transcriptions"
+        response = httpx.post(url, files={"file": ("a.wav", b"RIFF\x00\xff")}, timeout=60)
+        assert response.json() == {"text": "a"} and b"RIFF\x00\xff" in target.received[0]
+        assert target.heads[0][1]["content-type"].startswith("multipart/form-data; boundary=")
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%2e%2e/sleep", "/sleep"])
+def test_no_route_that_changes_the_targets_server_is_passed_through(canned, path):
+    served, _, received = canned
+    response = send(served, path, b'{"lora_name": "x"}')
+    assert (response.status_code, received) == (404, [])
+    assert response.json()["error"]["code"] == "not_found"
+
+
+def test_a_route_that_no_server_has_is_the_clients_mistake(canned):
+    """Such requests must not take a healthy server out."""
+    served, answer, received = canned
+    for n in range(1, 9):
+        status = 404 if n % 2 else 501
+        answer(status, KIND, b'{"detail": "Not Found"}')
+        response = send(served, "/v1/nothing", b"{}")
+        assert (response.status_code, response.json(), len(received)) == (status, {"detail": "Not Found"}, n)
+    assert "parse_target_servers_healthy 2.0" in served.metrics
+    for body in (b"[1]", b"{", b'{"model": 5}'):
+        assert send(served, "/v1/embeddings", body).status_code == 400 and len(received) == n
+
+
+@pytest.mark.parametrize(
+    ("field", "because"),
+    [("guided_regex", "unknown field: guided_regex"), ("gr\u00fc\u00df e", "unknown field: of another name")],
+)
+def test_a_field_that_only_the_target_may_know_is_passed_through(engine, connect, capfd, field, because):
+    """A field that changes the answer must not be ignored; with --strict it is refused."""
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b'{"choices": []}']
+    body = {"messages": USER, field: "[a-z]+"}
+    with running(LoopRunner(coordinator), engine) as served:
+        response = served.post(CHAT, body)
+        assert response.headers["x-parse-because"] == because and json.loads(target.received[0])[field] == "[a-z]+"
+        assert served.post(CHAT, {"messages": [{**USER[0], "mood": "good"}]}).headers["x-parse-because"] == (
+            "unknown field: messages.0.mood"
+        )
+    assert '"because": "unknown field"' in capfd.readouterr().err
+    with running(LoopRunner(coordinator), engine, strict=True) as served:
+        assert served.post(CHAT, body).status_code == 400 and len(target.received) == 2
+
+
 def test_only_the_models_name_is_changed_for_the_target(engine, connect):
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, KIND, [b"{}"]
