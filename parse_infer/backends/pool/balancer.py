@@ -1,14 +1,26 @@
-"""Choice of the replica for each attempt: healthy, with a closed circuit, least busy."""
+"""Choice of the replica for each attempt: healthy, with a closed circuit, least busy.
+
+A conversation stays where its last turn was, whose prefix cache has its earlier turns, unless that replica has
+`_SLACK` times its share of the requests. A conversation that this process does not know goes to the first replica in
+its own order of them that has less than its share (rendezvous hashing with bounded loads, arXiv 1608.01350). So
+several processes agree, unless a replica is full.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.retries import FailedAttempts, Failing, Lease, Unavailable
+from parse_infer.text.conversation import Conversation
 
 _PULSE_S = 0.5
+_SLACK = 2
+_REMEMBERED = 1 << 16  # turns
 
 
 class Balancer:
@@ -31,12 +43,31 @@ class Balancer:
     ) -> None:
         self._role, self._members, self._health, self._failure = role, members, health, failure
         self._clock, self._choose = clock, choose
+        self._places: OrderedDict[str, Replica] = OrderedDict()
 
-    def first(self, home: int | None) -> Replica:
+    def first(self, home: int | None, conversation: Conversation | None = None) -> Replica:
         """Return a replica for a new answer: the one with index `home`, modulo their number; None: any."""
         if home is not None:
             return self._members[home % len(self._members)]
-        return self._least_busy(self._usable() or self._members)
+        servers = self._usable() or self._members
+        if conversation is None:
+            return self._least_busy(servers)
+        share = math.ceil((1 + sum(server.busy for server in servers)) / len(servers))
+        last = self._places.get(conversation.before or "")
+        if last is not None and last in servers and last.busy < _SLACK * share:
+            return last
+
+        def place(server: Replica) -> bytes:
+            return hashlib.blake2b(f"{conversation.begin} {server.url}".encode()).digest()
+
+        return min((server for server in servers if server.busy < share), key=place)
+
+    def remember(self, conversation: Conversation, server: Replica) -> None:
+        """Note where a turn was answered."""
+        self._places[conversation.now] = server
+        self._places.move_to_end(conversation.now)
+        if len(self._places) > _REMEMBERED:
+            self._places.popitem(last=False)
 
     async def next(self, lease: Lease | None, tried: FailedAttempts, patience_s: float) -> Replica:
         """Return the replica of the next attempt, one that failed least often.

@@ -75,9 +75,9 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def post(self, url: str, body: dict[str, Any]) -> Any:
+    async def post(self, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         """Send a `POST` and return its JSON. Raises TransientServerError or RequestRejected."""
-        async with self._answer("POST", url, body) as response:
+        async with self._answer("POST", url, body, headers) as response:
             return _parsed(await response.read(), url)
 
     async def get(self, url: str) -> Any:
@@ -91,7 +91,12 @@ class Client:
             await response.read()  # so that the connection can be reused
 
     async def written(
-        self, url: str, body: dict[str, Any], confidences: list[float] | None = None, abort: Call | None = None
+        self,
+        url: str,
+        body: dict[str, Any],
+        confidences: list[float] | None = None,
+        abort: Call | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[list[int], None]:
         """Stream the tokens of one prompt. Closing the generator aborts the request.
 
@@ -104,7 +109,7 @@ class Client:
         ended = False
         body = body | {"stream": True, "return_token_ids": True}
         async with (
-            self._answer("POST", url, body) as response,
+            self._answer("POST", url, body, headers) as response,
             aclosing(event_data(response.content.iter_any())) as events,
         ):
             try:
@@ -132,19 +137,21 @@ class Client:
             async with asyncio.timeout(_ABORT_S):
                 await self.post(url, body)
 
-    async def whole(self, url: str, body: dict[str, Any]) -> list[int]:
+    async def whole(self, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> list[int]:
         """Return the tokens of one prompt all at once."""
-        answer = await self.post(url, body | {"return_token_ids": True})
+        answer = await self.post(url, body | {"return_token_ids": True}, headers)
         choice = _choice(answer, url)
         if choice is None or choice["token_ids"] is None:
             raise TransientServerError(f"{url} sent a response without tokens")
         ids: list[int] = choice["token_ids"]
         return ids
 
-    async def chunks(self, url: str, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    async def chunks(
+        self, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Any, None]:
         """Stream the JSON objects of a response unchanged. Raises as `written` does."""
         async with (
-            self._answer("POST", url, body) as response,
+            self._answer("POST", url, body, headers) as response,
             aclosing(event_data(response.content.iter_any())) as events,
         ):
             async for event in events:

@@ -22,9 +22,10 @@ from parse_infer.backends.pool.client import Client, RequestRejected, TransientS
 from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
-from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease
+from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
+from parse_infer.text.conversation import Conversation
 
 T = TypeVar("T")
 log = logging.getLogger("parse_infer.backends")
@@ -105,18 +106,24 @@ class ReplicaPool:
         await self.identity.handshake(self.members, self.examine)
 
     @contextmanager
-    def acquire(self, optional: bool = False, home: int | None = None) -> Iterator[Lease]:
-        """Lease the least busy replica for all requests of one answer.
+    def acquire(
+        self, optional: bool = False, home: int | None = None, conversation: Conversation | None = None
+    ) -> Iterator[Lease]:
+        """Lease a replica for all requests of one answer.
 
         Args:
             optional: see `Lease`.
             home: index of the replica, modulo their number. Answers with a common prefix share the index.
+            conversation: of the prompt, so that a turn finds the cache of earlier ones; None: any of the least busy
+                replicas.
         """
-        lease = Lease(self._balancer.first(home), optional)
+        lease = Lease(self._balancer.first(home, conversation), optional, conversation)
         try:
             yield lease
         finally:
             lease.server.busy -= 1
+            if conversation is not None:
+                self._balancer.remember(conversation, lease.server)
 
     async def ask(
         self,
@@ -137,7 +144,7 @@ class ReplicaPool:
         body = self._with_common_fields(body, lease)
 
         async def request(url: str) -> object:
-            return read(await self._client.post(url, body), url)
+            return read(await self._client.post(url, body, headers_of(lease)), url)
 
         return await self._with_retries(request, lease, path)
 
@@ -165,7 +172,7 @@ class ReplicaPool:
         """
         if not streamed:
             body = self._body(ids, max_tokens, settings, lease)
-            yield await self._with_retries(lambda url: self._client.whole(url, body), lease)
+            yield await self._with_retries(lambda url: self._client.whole(url, body, headers_of(lease)), lease)
             return
         received: list[int] = []
         tried = self._no_attempts(lease)
@@ -178,7 +185,7 @@ class ReplicaPool:
             abort = server.dialect.abort(body)
             async with self._attempt(server, tried) as attempt:
                 url = f"{server.url}{COMPLETIONS}"
-                async with aclosing(self._client.written(url, body, confidences, abort)) as pieces:
+                async with aclosing(self._client.written(url, body, confidences, abort, headers_of(lease))) as pieces:
                     while (piece := await self._next(attempt, pieces, silence_s)) is not None:
                         attempt.answered = True
                         received += piece
@@ -209,7 +216,7 @@ class ReplicaPool:
         while tried.left and not begun:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
-                async with aclosing(self._client.chunks(f"{server.url}{path}", body)) as chunks:
+                async with aclosing(self._client.chunks(f"{server.url}{path}", body, headers_of(lease))) as chunks:
                     while (chunk := await self._next(attempt, chunks, silence_s)) is not None:
                         piece = read(chunk, server.url)
                         attempt.answered = begun = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parse_infer.backends.pool.circuit import Begun
 from parse_infer.backends.pool.health import Replica
+from parse_infer.text.conversation import Conversation
 
 TRIAL_SILENCE_S = 2.0
 _LONGEST_BACK_OFF_S = 30.0
@@ -30,12 +31,14 @@ class Lease:
 
     Attributes:
         optional: the answer can do without these requests, so they wait for no server, and each gets one try.
+        conversation: of the prompt; None: it has none.
         cache_salt: of the answer's own prefix cache; None: it shares the server's.
     """
 
-    def __init__(self, server: Replica, optional: bool = False) -> None:
+    def __init__(self, server: Replica, optional: bool = False, conversation: Conversation | None = None) -> None:
         self.server = server
         self.optional = optional
+        self.conversation = conversation
         self.cache_salt: str | None = None
         server.busy += 1
 
@@ -43,6 +46,11 @@ class Lease:
         self.server.busy -= 1
         self.server = server
         server.busy += 1
+
+
+def headers_of(lease: Lease | None) -> dict[str, str]:
+    """Headers of an answer's requests, by which a router in front of the servers can keep a conversation together."""
+    return {} if lease is None or lease.conversation is None else {"x-session-id": lease.conversation.begin}
 
 
 class Attempt:

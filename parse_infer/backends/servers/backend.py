@@ -40,6 +40,7 @@ from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.conversation import Conversation
 from parse_infer.text.cuts import Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -183,9 +184,12 @@ class ServerBackend:
     async def with_draft(
         self, request: Request, plan: Plan, source: Drafts, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
+        conversation = Conversation.of(request.prompt)
         with (
-            self._target.servers.acquire() as at,
-            source[0].acquire(plan.falls_back) if isinstance(source, tuple) else nullcontext() as draft_at,
+            self._target.servers.acquire(conversation=conversation) as at,
+            source[0].acquire(plan.falls_back, conversation=conversation)
+            if isinstance(source, tuple)
+            else nullcontext() as draft_at,
         ):
             length = self._lengths[plan.measured_as]
             pair = ServerModelPair(self._target, source, request, plan, at, draft_at, length)
@@ -198,7 +202,7 @@ class ServerBackend:
                 await pair.close()
 
     async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
-        with self._target.servers.acquire() as at:
+        with self._target.servers.acquire(conversation=Conversation.of(request.prompt)) as at:
             async with aclosing(self._target.written(request, 1, at, streamed)) as tokens:
                 async for token in tokens:
                     request.count_forwards(target=1)

@@ -56,6 +56,7 @@ class FakeServer:
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
         canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
+        sessions: the header `x-session-id` of each completion.
         received, heads: bodies, and paths with headers, of the requests with such a response.
     """
 
@@ -86,12 +87,14 @@ class FakeServer:
         self.clients: list[int] = []
         self.given_keys: list[str | None] = []
         self.canned: tuple[int, dict[str, str], list[bytes | None]] | None = None
+        self.sessions: list[str | None] = []
         self.received: list[bytes] = []
         self.heads: list[tuple[str, dict[str, str]]] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.sessions.append(request.headers.get("x-session-id"))
         fault = self.faults.popleft() if self.faults else None
         if (body.get("logprobs") or body.get("prompt_logprobs")) and self.judge_fault:
             fault = self.judge_fault

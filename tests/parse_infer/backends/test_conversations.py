@@ -1,0 +1,142 @@
+"""The turns of a conversation go to the replica that has their beginning in its cache, unless it is busy."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from math import ceil
+from random import Random
+
+import pytest
+
+from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.text.conversation import Conversation
+from parse_infer.text.prompts import Chat, RenderedPrompt, Verbatim
+from tests.parse_infer.serve.conftest import running
+
+URLS = [f"http://replica-{n}:8000" for n in range(4)]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def conversation(*messages: dict[str, str]) -> Conversation:
+    found = Conversation.of(RenderedPrompt(list(messages)))
+    assert found is not None
+    return found
+
+
+def test_a_turn_names_the_turn_before():
+    first = [SYSTEM, user("2 + 2?")]
+    second = [*first, assistant("4"), user("And 3 + 3?")]
+    turns = [conversation(*first), conversation(*second), conversation(*second, assistant("6"), user("Thanks."))]
+    assert len({turn.begin for turn in turns}) == 1 and len({turn.now for turn in turns}) == 3
+    assert [turn.before for turn in turns] == [None, turns[0].now, turns[1].now]
+    assert conversation(SYSTEM, user("3 + 3?")).begin != turns[0].begin
+    assert Conversation.of(RenderedPrompt(Chat(second, {}))) == turns[1]
+    assert Conversation.of(RenderedPrompt("2 + 2?")) is Conversation.of(RenderedPrompt(Verbatim("2 + 2?"))) is None
+
+
+def pool(urls: list[str] = URLS) -> ReplicaPool:
+    servers = ReplicaPool("target", urls, Client(), choose=lambda some: some[0])
+    for server in servers.members:
+        server.healthy = True
+    return servers
+
+
+def place(servers: ReplicaPool, of: Conversation) -> str:
+    with servers.acquire(conversation=of) as lease:
+        return lease.server.url
+
+
+@pytest.mark.parametrize("clients", [4, 16, 64])
+def test_turns_find_their_prefix(clients):
+    """600 conversations of six turns; each client waits for an answer, thinks, and asks again."""
+    servers, random = pool(), Random(0)
+    cached: dict[int, Counter[str]] = defaultdict(Counter)
+    waiting = [(random.expovariate(1), n) for n in range(clients)]
+    running: list[tuple[float, int, ExitStack]] = []
+    chats, lengths, begun, found, known = {}, {}, clients, 0, 0
+    while waiting or running:
+        ask, answer = min(waiting, default=(1e9, 0)), min(running, key=lambda one: one[0], default=None)
+        if answer is None or ask[0] < answer[0]:
+            waiting.remove(ask)
+            now, number = ask
+            chat = chats.setdefault(number, [SYSTEM])
+            chat.append(user(f"question {number} {len(chat)}"))
+            held = ExitStack()
+            lease = held.enter_context(servers.acquire(conversation=conversation(*chat)))
+            assert lease.server.busy <= 2 * ceil(sum(server.busy for server in servers.members) / len(URLS))
+            lengths[number] = lengths.get(number, 0) + random.randint(20, 300)
+            if len(chat) > 2:
+                known += max(cached[number].values())
+                found += cached[number][lease.server.url]
+            lengths[number] += random.randint(50, 400)
+            cached[number][lease.server.url] = lengths[number]
+            running.append((now + random.expovariate(1 / 3), number, held))
+            continue
+        running.remove(answer)
+        now, number, held = answer
+        held.close()
+        chats[number].append(assistant("answer"))
+        if len(chats[number]) < 13:
+            waiting.append((now + random.expovariate(1 / 2), number))
+        elif begun < 600:
+            waiting.append((now, begun))
+            begun += 1
+    assert found >= 0.95 * known, f"{found / known:.3f} of the tokens"
+
+
+def test_processes_agree_on_a_conversation_that_they_do_not_know():
+    turn = [conversation(user(f"question {n}"), assistant("a"), user("b")) for n in range(200)]
+    places = [place(pool(), each) for each in turn]
+    assert [place(pool(URLS[::-1]), each) for each in turn] == places
+    assert min(Counter(places).values()) > 30
+    fewer = [place(pool(URLS[:3]), each) for each in turn]
+    moved = [before for before, after in zip(places, fewer, strict=True) if before != after]
+    assert set(moved) == {URLS[3]}, "only the conversations of a removed replica move"
+
+
+def test_a_busy_or_unhealthy_replica_is_left():
+    servers, first = pool(), conversation(user("a"))
+    home = place(servers, first)
+    second = conversation(user("a"), assistant("b"), user("c"))
+    assert place(servers, second) == home
+    server = next(one for one in servers.members if one.url == home)
+    server.busy = 4
+    assert place(servers, second) != home, "twice its share of five"
+    server.busy, server.healthy = 0, False
+    assert place(servers, second) != home
+
+
+def test_questions_with_the_same_examples_are_spread():
+    servers, examples = pool(), [user("example"), assistant("answer")]
+    with ExitStack() as held:
+        urls = [
+            held.enter_context(
+                servers.acquire(conversation=conversation(*examples, user(f"{n}")))
+            ).server.url
+            for n in range(8)
+        ]  # fmt: skip
+    assert set(Counter(urls).values()) == {2}
+
+
+def test_turns_over_servers_go_to_one_replica(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=3)
+    with running(LoopRunner(coordinator), engine) as served:
+        messages, homes = [user("How heavy are 5 apples?")], []
+        for _ in range(4):
+            before = [len(target.bodies) for target in targets]
+            reply = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6}).json()
+            homes.append([n for n, target in enumerate(targets) if len(target.bodies) > before[n]])
+            messages += [reply["choices"][0]["message"], user("And 6?")]
+    assert len(homes[0]) == 1 and homes == homes[:1] * 4
+    assert len({session for target in targets for session in target.sessions} - {None}) == 1
