@@ -24,6 +24,7 @@ from parse_infer.serve.protocol.fields import AnswerBody
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[ChoiceEvent, None]
 _LINE_ENDS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+KEEP_ALIVE_S = 15.0
 LAST_WRITE_S = 5.0  # for an error event to a client that has stopped reading
 GONE = 499  # nginx's status for a client that disconnected, for logs and metrics
 
@@ -204,31 +205,59 @@ async def write_whole(send: Send, body: bytes, warnings: Sequence[str] = ()) -> 
 
 
 async def write_events(send: Send, events: AsyncGenerator[bytes, None], warnings: Sequence[str] = ()) -> None:
-    """Send server-sent events. An error before the first event sets the HTTP status; a later one becomes an event."""
-    begun = False
+    """Send server-sent events, and a comment after every `KEEP_ALIVE_S` without one, since proxies close a silent
+    connection. An error before the first of these sets the HTTP status; a later one becomes an event."""
+    stream = _EventStream(send, warnings)
+    keeper = asyncio.ensure_future(stream.keep_alive())
     try:
-        async with aclosing(events):
-            async for sent in events:
-                if not begun:
-                    await _begin(send, b"text/event-stream; charset=utf-8", warnings)
-                    begun = True
-                if sent:
-                    await _write(send, sent)
-        await _write(send, b"data: [DONE]\n\n", more=False)
+        try:
+            async with aclosing(events):
+                async for sent in events:
+                    await stream.write(sent)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await stream.write(b"data: [DONE]\n\n", more=False)
     except asyncio.CancelledError:
         # The time limit can end a write to a reader that has stopped. It gets the reason if it soon goes on.
-        if begun:
+        if stream.begun:
             ended = ApiError(504, "the answer was not read within the time limit of the request", "timeout")
             with suppress(TimeoutError):
-                await asyncio.wait_for(_write(send, event_line(ended.body), more=False), LAST_WRITE_S)
+                await asyncio.wait_for(stream.write(event_line(ended.body), more=False), LAST_WRITE_S)
         raise
     except Exception as error:
-        if not begun:
+        if not stream.begun:
             raise
         if not isinstance(error, ApiError):
             log.exception("failure")
         reported = error if isinstance(error, ApiError) else failure()
-        await _write(send, event_line(reported.body), more=False)
+        await stream.write(event_line(reported.body), more=False)
+
+
+class _EventStream:
+    """Writes of two tasks, one after the other."""
+
+    def __init__(self, send: Send, warnings: Sequence[str]) -> None:
+        self.begun = False
+        self._send, self._warnings = send, warnings
+        self._turn, self._last = asyncio.Lock(), time.monotonic()
+
+    async def write(self, body: bytes, more: bool = True) -> None:
+        async with self._turn:
+            if not self.begun:
+                await _begin(self._send, b"text/event-stream; charset=utf-8", self._warnings)
+                self.begun = True
+            if body:
+                await _write(self._send, body, more)
+            self._last = time.monotonic()
+
+    async def keep_alive(self) -> None:
+        while True:
+            silent = time.monotonic() - self._last
+            if silent < KEEP_ALIVE_S:
+                await asyncio.sleep(KEEP_ALIVE_S - silent)
+            else:
+                await self.write(b": keep-alive\n\n")
 
 
 def warning_header(warnings: Sequence[str]) -> dict[str, str]:

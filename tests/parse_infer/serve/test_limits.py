@@ -16,6 +16,7 @@ import pytest
 
 from parse_infer.serve import handlers, response, runner, server
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.errors import ApiError
 from parse_infer.serve.runner import TokenPrompt, size_of
 from parse_infer.serve.server import _connections, freeze_heap
 from parse_infer.serve.thread_runner import ThreadRunner
@@ -175,6 +176,41 @@ def test_a_paused_reader_gets_the_error_when_it_resumes():
 
     asyncio.run(main())
     assert b'"code":"timeout"' in sent[-1]["body"] and sent[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_silent_stream_gets_comments(monkeypatch, fails):
+    """Also before the first event; then an error cannot set the status."""
+    monkeypatch.setattr(response, "KEEP_ALIVE_S", 0.05)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def events():
+        await asyncio.sleep(0.18)
+        if fails:
+            raise ApiError(503, "no server")
+        for number in range(3):
+            yield response.event_line(number)
+            await asyncio.sleep(0)
+
+    asyncio.run(response.write_events(send, events()))
+    comment, bodies = b": keep-alive\n\n", [message["body"] for message in sent[1:]]
+    assert sent[0]["status"] == 200 and 2 <= bodies.count(comment) <= 3
+    rest = [body for body in bodies if body != comment]
+    assert bodies == [comment] * bodies.count(comment) + rest
+    if fails:
+        assert len(rest) == 1 and b"no server" in rest[0]
+    else:
+        assert rest == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b"data: [DONE]\n\n"]
+
+
+def test_openai_reads_a_stream_with_comments(served, monkeypatch):
+    monkeypatch.setattr(response, "KEEP_ALIVE_S", 0.0005)
+    with served.client as client:
+        chunks = list(client.chat.completions.create(model=served.runner.name, messages=[USER], stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) and chunks[-1].choices[0].finish_reason
 
 
 def test_events_have_no_characters_at_which_readers_of_lines_split():
