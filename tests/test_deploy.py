@@ -144,7 +144,8 @@ def test_pods_are_watched_limited_and_given_their_key():
     assert coordinator["env"][0]["name"] == "PARSE_API_KEY" and "secretKeyRef" in coordinator["env"][0]["valueFrom"]
     for role, container in containers().items():
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[probe]["httpGet"] == {"path": "/health", "port": "http"} and "/health" in OPEN
+            path = "/ready" if (role, probe) == ("coordinator", "readinessProbe") else "/health"
+            assert container[probe]["httpGet"] == {"path": path, "port": "http"} and path in OPEN
         assert container["ports"] == [{"name": "http", "containerPort": 8000}]
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "coordinator")
     mounts = {mount["name"]: mount["mountPath"] for mount in containers()["coordinator"]["volumeMounts"]}

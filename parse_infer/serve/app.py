@@ -129,6 +129,14 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
             raise ApiError(503, "the server is stopping", "stopping")
         return {"status": "ok"}
 
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        if queue.closing:
+            raise ApiError(503, "the server is stopping", "stopping")
+        if (reason := runner.unavailable()) is not None:
+            raise ApiError(503, reason, "target_unavailable")
+        return {"status": "ok"}
+
     if runner.relays:
 
         @app.post(OTHER, include_in_schema=False)

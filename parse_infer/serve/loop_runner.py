@@ -94,6 +94,11 @@ class LoopRunner(Runner):
                     async for piece in pieces:
                         yield piece
 
+    def unavailable(self) -> str | None:
+        target = self._backend.servers["target"]
+        target.watch()
+        return None if target.count() else "no target server is healthy"
+
     def close(self) -> None:
         """Close the engine and stop the servers that it started."""
         super().close()

@@ -19,7 +19,7 @@ from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
-OPEN = ("/", "/page.js", "/page.css", "/health")  # paths that need no key
+OPEN = ("/", "/page.js", "/page.css", "/health", "/ready")  # paths that need no key
 _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
 

@@ -181,6 +181,10 @@ class Runner(ABC):
         """
         raise NotImplementedError("this runner has no server")
 
+    def unavailable(self) -> str | None:
+        """Why the runner can answer nothing now; None: it can."""
+        return None
+
     def close(self) -> None:
         """Stop the runner after its last job."""
         self._short.close()

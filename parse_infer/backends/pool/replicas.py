@@ -98,6 +98,10 @@ class ReplicaPool:
         """Number of healthy replicas."""
         return sum(server.healthy for server in self.members)
 
+    def watch(self) -> None:
+        """Check the health of the replicas from now on, as the first request does."""
+        self._health.start()
+
     async def handshake(self) -> None:
         """Identify and examine each replica. Health checks go on with replicas that do not answer.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from math import ceil
 from random import Random
 
+import httpx
 import pytest
 
+from parse_infer.backends.pool import health
 from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.serve.loop_runner import LoopRunner
@@ -127,6 +130,25 @@ def test_questions_with_the_same_examples_are_spread():
             for n in range(8)
         ]  # fmt: skip
     assert set(Counter(urls).values()) == {2}
+
+
+def test_a_server_is_ready_while_a_target_is_healthy(engine, connect, monkeypatch):
+    monkeypatch.setattr(health, "CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(health, "RETRY_EVERY_S", 0.05)
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    with running(LoopRunner(coordinator), engine) as served:
+
+        def answers(status: int) -> bool:
+            end = time.monotonic() + 10
+            while (found := httpx.get(served.url + "/ready")).status_code != status and time.monotonic() < end:
+                time.sleep(0.05)
+            return found.status_code == status and httpx.get(served.url + "/health").status_code == 200
+
+        assert answers(200)
+        targets[0].health_status = targets[1].health_status = 503
+        assert answers(503), "without a request"
+        targets[1].health_status = 200
+        assert answers(200)
 
 
 def test_turns_over_servers_go_to_one_replica(engine, connect):

@@ -247,7 +247,7 @@ def test_an_unusual_value_of_a_field_is_an_error_of_one_sentence(served, fields,
 
 
 def test_health_answers_head_and_metrics_have_the_process(served):
-    for path in ("/health", "/", "/page.js", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json"):
+    for path in ("/health", "/ready", "/", "/page.js", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json"):
         head, whole = httpx.head(served.url + path), httpx.get(served.url + path)
         assert (head.status_code, head.content) == (200, b"") and whole.content, path
     assert httpx.head(f"{served.url}{CHAT}").status_code == 405 and httpx.head(f"{served.url}/v2").status_code == 404
