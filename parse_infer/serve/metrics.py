@@ -51,6 +51,9 @@ class Metrics:
         self.pass_s = Histogram(
             "parse_verification_pass_seconds", "Duration of verification passes.", buckets=_SHORT, registry=registry
         )
+        self.loop_lag_s = Histogram(
+            "parse_loop_lag_seconds", "Delay of timers of the event loop.", buckets=_SHORT, registry=registry
+        )
         self.waiting_s = Histogram("parse_waiting_seconds", "Time in the queue.", buckets=_LONG, registry=registry)
         self.first_text_s = Histogram(
             "parse_time_to_first_token_seconds", "Time from request to first text.", buckets=_LONG, registry=registry

@@ -8,7 +8,7 @@ import gc
 import math
 import resource
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import log_settings
 
 _DESCRIPTORS = 65_536
+_LAG_EVERY_S = 0.25
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,6 +81,15 @@ def _is_stuck(connection: Any) -> bool:
     return connection.timeout_keep_alive_task is None if cycle.response_complete else bool(cycle.more_body)
 
 
+async def measure_lag(observe: Callable[[float], None]) -> None:
+    """Call `observe` with the seconds by which each of many timers is late, until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LAG_EVERY_S
+        await asyncio.sleep(_LAG_EVERY_S)
+        observe(max(0.0, loop.time() - due))
+
+
 class ApiServer(uvicorn.Server):
     """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period."""
 
@@ -97,7 +107,7 @@ class ApiServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
         )
-        self._queue = app.state.queue
+        self._queue, self._metrics = app.state.queue, app.state.metrics
         self._limits = limits
 
     @contextmanager
@@ -109,12 +119,15 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         freeze_heap()
-        self._watching = asyncio.create_task(close_stuck(self.server_state.connections, self._limits.send_s))
+        stuck = close_stuck(self.server_state.connections, self._limits.send_s)
+        lag = measure_lag(self._metrics.loop_lag_s.observe)
+        self._watching = [asyncio.create_task(work) for work in (stuck, lag)]
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._queue.close()
-        self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         end = asyncio.get_running_loop().call_later(self._limits.grace_s, self._queue.abort)
         try:
             await super().shutdown(sockets)

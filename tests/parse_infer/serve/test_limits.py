@@ -117,6 +117,21 @@ def test_collections_leave_out_what_was_loaded(make_engine, monkeypatch):
         gc.unfreeze()
 
 
+def test_a_blocked_loop_is_measured(monkeypatch):
+    monkeypatch.setattr(server, "_LAG_EVERY_S", 0.01)
+    lags: list[float] = []
+
+    async def block() -> None:
+        task = asyncio.create_task(server.measure_lag(lags.append))
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251  # the fault
+        await asyncio.sleep(0.05)
+        task.cancel()
+
+    asyncio.run(block())
+    assert lags[0] > 0.15 and min(lags[1:]) < 0.1
+
+
 def test_many_connections_fit():
     room = _connections()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
