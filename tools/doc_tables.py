@@ -12,10 +12,6 @@ For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
 - clients: one row per mode and number of clients.
 
-For a comparison of judges (`tools.compare_judges`):
-
-- judges: one row per judge; missing figures are empty.
-
 For calibrations:
 
 - simulation: share of violated bounds by shape of the risk and number of problems (`tools.calibration_simulation`);
@@ -84,7 +80,6 @@ _CLIENTS = (
     "median answer, s",
     "99th percentile, s",
 )
-_JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
 def table(paths: Sequence[Path], kind: str) -> list[str]:
@@ -101,9 +96,6 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
     if len(paths) > 1:
         raise ValueError(f"table={kind} shows one file: write one block for each")
     (path,) = paths
-    if kind == "judges":
-        results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
-        return [*_judges(results["judges"]), "", _origin_of_judges(results)]
     if kind == "clients":
         results = read_results(path, needed=("about", "cells"))
         return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
@@ -114,7 +106,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        known = [*_KINDS, "headline", "clients", "judges", "simulation", "splits"]
+        known = [*_KINDS, "headline", "clients", "simulation", "splits"]
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
@@ -236,24 +228,6 @@ def _origin_of_splits(environment: dict[str, Any]) -> str:
     )
 
 
-def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
-    def cell(value: float | None, interval: list[float] | None) -> str:
-        around = "" if value is None or interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
-        return format_number(value, 3) + around
-
-    ranked = ("auroc", "auprc", "first_error_f1")
-    cells = [
-        [
-            name,
-            *(cell(m[figure], m[f"{figure}_ci"]) for figure in ranked),
-            format_percent(m["false_accepts"], m["false_accepts_ci"]),
-            format_times(m["cost"]),
-        ]
-        for name, m in judges.items()
-    ]
-    return markdown_table(_JUDGES, cells)
-
-
 def _thresholds(results: dict[str, Any]) -> list[str]:
     if not results["sweep"]:
         raise ValueError("table=thresholds: these results have no sweep")
@@ -269,24 +243,10 @@ _KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 def _origin(environment: dict[str, Any]) -> str:
-    return f"{environment['problems']} problems of {environment['task']}; {_measured(environment)}"
-
-
-def _origin_of_judges(results: dict[str, Any]) -> str:
-    environment, temperature = results["environment"], results["environment"]["temperature"]
-    sampled = "" if temperature is None else f" at temperature {temperature:g}"
-    return (
-        f"{environment['drafts']:,} held-out drafts{sampled} of {environment['problems']:,} problems; "
-        f"{_measured(environment)} False accepts: drafts whose last kept prefix is wrong, where every judge keeps "
-        f"{100 * results['acceptance']:.1f} % of the draft tokens (a perfect one keeps "
-        f"{100 * results['oracle_acceptance']:.1f} %). Cost: in plain prefills of the same prompt and draft."
-    )
-
-
-def _measured(environment: dict[str, Any]) -> str:
     date = environment["date"].partition("T")[0]
     where = f"{machine(environment)}, {environment['dtype']}"
-    return f"{where}; `{environment['command']}`, {date}. Brackets: 95 % intervals."
+    problems = f"{environment['problems']} problems of {environment['task']}"
+    return f"{problems}; {where}; `{environment['command']}`, {date}. Brackets: 95 % intervals."
 
 
 def read_results(path: Path, needed: Sequence[str] = ("environment", "modes", "sweep")) -> dict[str, Any]:

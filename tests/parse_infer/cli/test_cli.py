@@ -41,7 +41,7 @@ def models(make_model, tokenizer, random_adapter, tmp_path_factory) -> list[str]
             model.save_pretrained(root / name)
             tokenizer.save_pretrained(root / name)
             _folders[name] = str(root / name)
-        _folders["adapter"] = str(random_adapter(target, probe_ids=()).save_pretrained(root / "adapter"))
+        _folders["adapter"] = str(random_adapter(target).save_pretrained(root / "adapter"))
     return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", _folders[name])]
 
 
