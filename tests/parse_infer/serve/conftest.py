@@ -102,7 +102,7 @@ def make_engine(make_model, tokenizer) -> Callable[..., ParseEngine]:
         draft = resembling(make_model, target, 0.1)
         if readable:
             target, draft = printable(target, tokenizer), printable(draft, tokenizer)
-        judge = short_question(target, tokenizer)
+        judge = short_question(target, tokenizer, ("Good", "True"))  # either is as likely, so drafts are kept in part
         if "drafter" in options:
             return ParseEngine.from_models(language_model(target, tokenizer), None, judge, **options)
         return ParseEngine.from_models(
