@@ -43,13 +43,13 @@ class Training:
         return {str(p.parent.name): p.read_bytes() for p in self.output.glob("checkpoint-*/model.safetensors")}
 
 
-@pytest.fixture(scope="module", params=["validity", "medusa", "language_model"])
+@pytest.fixture(scope="module", params=["stream", "medusa", "language_model"])
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, training_folder: Path
 ) -> Training:
     """A training that was not interrupted."""
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "validity":
+    if request.param == "stream":
         arguments = [str(training_folder / "recipe.yaml")]
         training = Training(tuple(arguments), folder / "out", "adapter/adapter_model.safetensors")
     elif request.param == "medusa":

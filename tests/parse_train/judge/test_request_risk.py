@@ -18,16 +18,15 @@ from parse_infer.models.names import collection_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train import training_run
 from parse_train.judge.build_info import BuildInfo, read_build_info
-from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.request_risk import calibrate_requests
 from tests.wandb_runs import logged, offline_runs
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ValidityTrainingConfig:
+def config(tmp_path: Path) -> LogprobTrainingConfig:
     shutil.copytree(collection_folder() / "adapter", tmp_path / "out" / "adapter", ignore=shutil.ignore_patterns(FILE))
-    return ValidityTrainingConfig(
-        target="zoo:target",
+    return LogprobTrainingConfig(
         data="d",
         output_dir=str(tmp_path / "out"),
         use_cpu=True,
@@ -38,7 +37,7 @@ def config(tmp_path: Path) -> ValidityTrainingConfig:
 
 
 @pytest.mark.slow
-def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys, monkeypatch):
+def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, tmp_path: Path, capsys, monkeypatch):
     pytest.importorskip("wandb")
     build = tmp_path / "build"
     build.mkdir()
