@@ -166,7 +166,7 @@ def test_restart_and_a_named_checkpoint(
 def test_a_training_whose_gradient_is_nan_ends(
     finished: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replace(finished, output=tmp_path / "out").run("--learning_rate", "1e30", "--warmup_steps", "0") == 2
+    assert replace(finished, output=tmp_path / "out").run("--learning_rate", "1e37", "--warmup_steps", "0") == 2
     assert "the gradient is NaN at step" in capsys.readouterr().err
     unlogged = (
         "--logging_steps",
@@ -174,7 +174,7 @@ def test_a_training_whose_gradient_is_nan_ends(
         "--logging_first_step",
         "false",
         "--learning_rate",
-        "1e30",
+        "1e37",
         "--warmup_steps",
         "0",
     )
