@@ -92,6 +92,9 @@ output_dir: {folder}/out
 calibration_problems: 0
 min_wrong_drafts: 1
 doubt_floor: -20
+noise: 0  # random numbers would differ between one process and two
+certain_share: 0
+stream_dropout: 0
 lora_rank: 4
 lora_alpha: 8
 learning_rate: 5e-3

@@ -22,6 +22,8 @@ from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.request_risk import calibrate_requests
 from tests.wandb_runs import logged, offline_runs
 
+TARGET = {"name": "zoo:target"}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> LogprobTrainingConfig:
@@ -41,7 +43,8 @@ def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, t
     pytest.importorskip("wandb")
     build = tmp_path / "build"
     build.mkdir()
-    made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}, "models": {}}
+    made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}}
+    made["models"] = {"target": {"name": "zoo:target"}}
     (build / "build.json").write_text(json.dumps(made))
     info = read_build_info(str(build))
     assert (info.task, info.draft["name"], info.max_draft_tokens) == ("gsm_symbolic", "zoo:draft", 200)
@@ -93,11 +96,15 @@ def test_labels_from_own_answers_are_calibrated_without_references(config, tmp_p
 @pytest.mark.parametrize(
     ("changes", "build", "said"),
     [
-        ({"calibration_problems": 0}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), ""),
+        ({"calibration_problems": 0}, BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "zoo:draft"}), ""),
         ({}, BuildInfo(), ""),
-        ({"calibration_problems": 3}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), "takes at least 6"),
-        ({}, BuildInfo(task="gone", draft={"name": "zoo:draft"}), "unknown task 'gone'"),
-        ({}, BuildInfo(task="gsm_symbolic", draft={"name": "./gone"}), "There is no folder './gone'"),
+        (
+            {"calibration_problems": 3},
+            BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "zoo:draft"}),
+            "takes at least 6",
+        ),
+        ({}, BuildInfo(task="gone", target=TARGET, draft={"name": "zoo:draft"}), "unknown task 'gone'"),
+        ({}, BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "./gone"}), "There is no folder './gone'"),
     ],
 )
 def test_without_one_the_training_is_finished_all_the_same(config, changes, build, said, capsys):
