@@ -57,6 +57,7 @@ class StreamModel(TokenModel):
     ) -> None:
         super().__init__(texts, noise, certain_share)
         self.head = head.to(target.device)
+        self._trunk = copy.deepcopy(head.trunk.state_dict())  # DeepSpeed rounds the module's own weights
         enable_split_attention(target)
         self.windows = layer_windows(target)
         self.target: PeftModel = attach_lora(target, lora or LoraOptions())
@@ -162,8 +163,10 @@ class StreamModel(TokenModel):
 
     @torch.no_grad()
     def round_adapter(self, dtype: torch.dtype) -> None:
-        """Round the LoRA's weights to values of `dtype`, and export them in `dtype`."""
+        """Round the LoRA's weights to values of `dtype`, and export them in `dtype`. The trunk gets its exact weights
+        back."""
         self.adapter_dtype = dtype
+        self.head.trunk.float().load_state_dict(self._trunk)
         for parameter in self.target.parameters():
             if parameter.requires_grad:
                 parameter.copy_(parameter.to(dtype))

@@ -187,8 +187,11 @@ def test_a_rounded_lora_judges_as_it_was_measured(
 ) -> None:
     """Exported in bfloat16, half the size, with the weights that training has measured after rounding."""
     stream, facts = stream_of(make_model("llama")), facts_of(make_model("llama"))
+    trunk = copy.deepcopy(stream.head.trunk.state_dict())
     exact = export_adapter(tmp_path / "exact", stream.exported(facts), {})
+    stream.head.trunk.bfloat16()  # as DeepSpeed does
     stream.round_adapter(torch.bfloat16)
+    assert all(torch.equal(weight, trunk[name]) for name, weight in stream.head.trunk.state_dict().items())
     folder = export_adapter(tmp_path / "rounded", stream.exported(facts), {})
     sizes = [(each / "adapter_model.safetensors").stat().st_size for each in (exact, folder)]
     assert sizes[1] < 0.6 * sizes[0]
