@@ -89,7 +89,7 @@ class Scorer(Protocol):
     """A judge that is bound to one target.
 
     Attributes:
-        k: number of the target's first choices that it reads; 0: it reads hidden states.
+        k: number of the target's first choices that it reads; 0: it reads other states.
         by_token: it can judge every token of a block.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
     """

@@ -41,11 +41,11 @@ LENGTHS = (1, 3, 7, 64, "auto")
 def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
     """An engine whose judge scores tokens, with a draft model that resembles the target."""
 
-    def make(architecture: str = "llama", noise: float = 0.3) -> ParseEngine:
+    def make(architecture: str = "llama", noise: float = 0.3, stream: bool = False) -> ParseEngine:
         model = make_model(architecture)
         draft = resembling(make_model, model, noise, architecture)
         pair = language_model(model, tokenizer, "target"), language_model(draft, tokenizer, "draft")
-        return ParseEngine.from_models(*pair, random_adapter(model))
+        return ParseEngine.from_models(*pair, random_adapter(model, stream=stream))
 
     return make
 
@@ -97,14 +97,10 @@ def alone(engine: ParseEngine, prompt: str = PROMPT) -> list[int]:
 # The text does not depend on the blocks
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"vocabulary": tuple(range(40, 120))}, {"logprobs": True}],
-    ids=["all tokens", "reduced", "log-probabilities"],
-)
+@pytest.mark.parametrize("stream", [False, True], ids=["head alone", "second stream"])
 @pytest.mark.slow
-def test_the_text_is_the_same_for_every_length(make_block_engine, options):
-    engine = make_block_engine(**options)
+def test_the_text_is_the_same_for_every_length(make_block_engine, stream):
+    engine = make_block_engine(stream=stream)
     threshold = middling(engine)
     found = {
         length: engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length).token_ids
