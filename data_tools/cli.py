@@ -63,8 +63,7 @@ _INSPECT_HELP = """Print class balance, positions of first errors, and coloured 
 \b
 Examples:
   parse-data inspect data/validity
-  parse-data inspect data/validity --examples 10 --seed 1
-  parse-data inspect phase2_train.jsonl --layout prm800k"""
+  parse-data inspect data/validity --examples 10 --seed 1"""
 
 
 _OVERRIDES = {
@@ -129,16 +128,13 @@ def read(
 
 
 def inspect(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="output_dir of a build, .jsonl file or Hub id.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="output_dir of a build, or a .jsonl file of it.")],
     examples: Annotated[int, typer.Option(min=0, help="Number of drafts to show.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the choice of drafts.")] = 0,
-    layout: Annotated[
-        str, typer.Option(help="Layout of the rows: build, trl, prm800k, math_shepherd or processbench.")
-    ] = "build",
 ) -> None:
     from data_tools.labels.inspect import inspect_folder
 
-    inspect_folder(folder, examples, seed, layout=layout)
+    inspect_folder(folder, examples, seed)
 
 
 app.callback()(with_version)

@@ -1,1 +1,1 @@
-"""Training of the validity head with its activated LoRA, and of heads for token-level speculation."""
+"""Training of judges, with and without the LoRA of a second stream, and of heads for token-level speculation."""

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 # Each module has `main(config: ...)`; the annotation names the dataclass whose fields the recipe sets.
 RECIPES = {
-    "validity": "parse_train.judge.probe.train",
     "logprob": "parse_train.judge.logprob.train",
     "stream": "parse_train.judge.stream.train",
     "draft_model": "parse_train.train_draft_model",

@@ -5,8 +5,7 @@ No weights are loaded. All figures are those of one GPU and of a batch of the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,26 +24,21 @@ from parse_infer.files import first_sentence
 from parse_infer.judge.logprob_head import LogprobHead
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.loading import load_served_model
-from parse_infer.text.cuts import CutPolicy
-from parse_train.counting import Counted, EveryToken, count
+from parse_train.counting import Counted, count
 from parse_train.heads import train_eagle, train_medusa
 from parse_train.heads.training import HeadModel, HeadTrainingConfig
 from parse_train.judge.build_info import read_build_info
 from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.model import LogprobModel
-from parse_train.judge.probe.config import ValidityTrainingConfig
-from parse_train.judge.probe.model import ValidityModel
-from parse_train.judge.probe.train import build_model
 from parse_train.judge.stream.config import StreamTrainingConfig
 from parse_train.judge.stream.model import StreamModel
-from parse_train.judge.stream.train import build_model as build_model_with_stream
+from parse_train.judge.stream.train import build_model
 from parse_train.outlines import BANDWIDTH, PROMPT_TOKENS, cache_per_token, depth_of, outline, size, writing_seconds
 from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import SelfGeneratedConfig
 from parse_train.train_draft_model import DraftModelTrainingConfig
 
 SPEED = 400e12  # assumed operations per second: 40 % of what an H100 does in bfloat16
-_ROWS = 512  # of a chunk of the output layer, as on a GPU
 _DEPTHS = 2, 4  # layers that are counted; more layers continue the line
 
 
@@ -141,68 +135,6 @@ def along_layers(n: int, measure: Callable[[int], Counted]) -> Counted:
     return measure(few).extrapolated(measure(more), (n - few) / (more - few))
 
 
-def _validity(config: ValidityTrainingConfig) -> TrainingPlan:
-    spec = load_served_model(config.target, template_options=config.template_options)
-    policy = CutPolicy.from_dict(config.cut_policy or read_build_info(config.data).cut_policy)
-    b, t, k = config.per_device_train_batch_size, config.max_length, policy.max_cuts
-
-    def model_of(layers: int | None, recomputes: bool = False) -> ValidityModel:
-        lm: Any = SimpleNamespace(
-            model=outline(config.target, config.target_dtype, layers), tokenizer=spec.tokenizer, eos_ids=spec.eos_ids
-        )
-        vocabulary = torch.zeros(config.surprise_vocab_size, dtype=torch.long) if config.surprise_vocab_size else None
-        with torch.device("meta"):
-            model = build_model(config, lm, vocabulary).train()
-        model.surprise_rows = _ROWS
-        if recomputes:
-            model.activation_checkpointing_enable()
-            model._contexts = lambda: (nullcontext(), _second_run(model))  # type: ignore[method-assign]
-        return model
-
-    def measure(layers: int, recomputes: bool = False) -> Counted:
-        model = model_of(layers, recomputes)
-
-        def step() -> Tensor:
-            ids, drafted = torch.zeros(b, t, dtype=torch.long), torch.ones(b, t - 1, dtype=torch.bool)
-            visible = torch.full((b, k), t)
-            hidden = None
-            if model.probe.ids:
-                context, hidden = model._context_and_probes(ids, visible)
-            else:
-                context = model.context_hidden(ids)
-            states = None if model.head.tokens is None else model._states(context, ids, drafted)
-            return model._read_out(hidden, states, ids, drafted, visible, visible).sum()
-
-        return count(model, step, config.wants_bf16)
-
-    whole = model_of(None)
-    learnt = [p for p in whole.parameters() if p.requires_grad]
-    frozen = [p for p in whole.parameters() if not p.requires_grad]
-    rows = sum(1 for _ in read_rows(config.data, config.layout)) if Path(config.data).exists() else None
-    depth = depth_of(config.target)
-    counted = along_layers(depth, measure)
-    if config.activation_checkpointing:  # one layer at a time is run again, and the cache of the context is kept
-        again = along_layers(depth, partial(measure, recomputes=True))
-        other = counted.peak - counted.saved + b * t * cache_per_token(config.target, config.target_dtype)
-        counted = Counted(again.saved, again.saved + counted.saved / depth + other, again.flops)
-    return TrainingPlan(
-        f"{b} drafts a step, {t} tokens with their prompts, {k} probes of {len(whole.probe.ids)} tokens",
-        size(frozen),
-        size(learnt),
-        counted,
-        b,
-        rows,
-        config.num_train_epochs,
-    )
-
-
-@contextmanager
-def _second_run(model: ValidityModel) -> Iterator[None]:
-    """Context of a layer that the backward pass runs again, where torch has dropped `EveryToken`."""
-    with EveryToken(), model.adapted(*model._adapted):
-        yield
-
-
 def _stream(config: StreamTrainingConfig) -> TrainingPlan:
     target = config.target or read_build_info(config.data).target["name"]
     b, t, n = config.per_device_train_batch_size, config.max_length, PROMPT_TOKENS
@@ -211,7 +143,7 @@ def _stream(config: StreamTrainingConfig) -> TrainingPlan:
     def model_of(layers: int | None, recomputes: bool = False) -> StreamModel:
         lm = outline(target, config.target_dtype, layers)
         with torch.device("meta"):
-            model = build_model_with_stream(config, lm, LogprobHead(config.head), texts).train()
+            model = build_model(config, lm, LogprobHead(config.head), texts).train()
         if recomputes:
             model.activation_checkpointing_enable()
         return model
@@ -369,7 +301,6 @@ def _gb(size: float) -> str:
 
 
 _PLANS: dict[type, Callable[[Any], TrainingPlan]] = {
-    ValidityTrainingConfig: _validity,
     StreamTrainingConfig: _stream,  # before its base class
     LogprobTrainingConfig: _logprob,
     HeadTrainingConfig: _head,

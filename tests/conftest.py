@@ -156,9 +156,9 @@ def random_ids() -> Callable[..., list[int]]:
 
 
 def random_lora(
-    model: PreTrainedModel, probe_ids: tuple[int, ...], rank: int, generator: torch.Generator
+    model: PreTrainedModel, rank: int, generator: torch.Generator
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights and configuration of a LoRA on all linear layers; without probe tokens an ordinary one."""
+    """Weights and configuration of a LoRA on all linear layers."""
     tensors, targets = {}, set()
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
@@ -175,78 +175,42 @@ def random_lora(
         "lora_dropout": 0.0,
         "target_modules": sorted(targets),
         "bias": "none",
-    } | ({"alora_invocation_tokens": list(probe_ids)} if probe_ids else {})
+    }
 
 
 @pytest.fixture(scope="session")
 def random_adapter() -> Callable[..., Any]:
-    """`random_adapter(model, probe_ids=(7, 9), rank=4, seed=1)`: a `ValidityAdapter` that really changes something;
-    without probe tokens it has token doubt alone, with `logprobs` a head on log-probabilities, with `stream` that and
-    a second stream."""
+    """`random_adapter(model, seed=1, stream=False)`: a `ValidityAdapter` with a head on log-probabilities; with
+    `stream` also a second stream, whose LoRA really changes something."""
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
-    from parse_infer.judge.probe.head import ValidityHead
-    from parse_infer.judge.probe.lora import ProbeLoRA
     from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+    from parse_infer.judge.stream.lora import StreamLoRA
     from parse_infer.models.fingerprint import describe_target
 
-    def make(
-        model: PreTrainedModel,
-        probe_ids: tuple[int, ...] = (7, 9),
-        rank: int = 4,
-        seed: int = 1,
-        token_rank: int = 3,
-        vocabulary: tuple[int, ...] = (),
-        logprobs: bool = False,
-        stream: bool = False,
-    ) -> Any:
+    def make(model: PreTrainedModel, seed: int = 1, stream: bool = False) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        if logprobs or stream:
-            sizes = LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64)
-            reader = LogprobHead(sizes)
-            with torch.no_grad():
-                for parameter in reader.parameters():
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-                reader.gap.fill_(0.5)
-            config = ValidityConfig(
-                probe_ids=(),
-                probe_text="",
-                target=describe_target(model),
-                logprobs={"head": asdict(sizes), "reads": {"k": 3}, "reference": {"ids": [1, 2], "logprobs": [-1.0]}},
-                cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
-                threshold=0.5,
-            )
-            if not stream:
-                return ValidityAdapter(config, reader.requires_grad_(False).eval())
-            head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, floor=-1.0))
-            for layer in (head.project, head.beside, head.out):
-                torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
-                torch.nn.init.zeros_(layer.bias)
-            config.stream = {"head": asdict(head.stream), "start_from": "runs/logprob/adapter"}
-            tensors, peft_config = random_lora(model, (), rank, generator)
-            lora = ProbeLoRA.from_peft(peft_config, tensors, model, activated=False)
-            return ValidityAdapter(config, head.requires_grad_(False).eval(), lora, peft_config, tensors)
-        tensors, peft_config = random_lora(model, probe_ids, rank, generator) if probe_ids else ({}, {})
-        part = torch.tensor(vocabulary) if vocabulary else None
-        head = ValidityHead(model.config.hidden_size, token_rank, part, probe=bool(probe_ids))
+        sizes = LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64)
+        reader = LogprobHead(sizes)
         with torch.no_grad():
-            if head.weight is not None:
-                head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.3)
-            head.bias.fill_(-0.2)
-            if head.tokens is not None:
-                for parameter in head.tokens.parameters():
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-                head.tokens.out.bias.fill_(-3.0)
+            for parameter in reader.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            reader.gap.fill_(0.5)
         config = ValidityConfig(
-            probe_ids=probe_ids,
-            probe_text="?!" if probe_ids else "",
             target=describe_target(model),
-            token_rank=token_rank,
-            surprise_vocab_size=len(vocabulary),
+            logprobs={"head": asdict(sizes), "reads": {"k": 3}, "reference": {"ids": [1, 2], "logprobs": [-1.0]}},
             cut_policy={"kind": "tokens", "every": 4, "max_cuts": 32},
             threshold=0.5,
         )
-        lora = ProbeLoRA.from_peft(peft_config, tensors, model) if probe_ids else None
-        return ValidityAdapter(config, head.requires_grad_(False), lora, peft_config, tensors)
+        if not stream:
+            return ValidityAdapter(config, reader.requires_grad_(False).eval())
+        head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, floor=-1.0))
+        for layer in (head.project, head.beside, head.out):
+            torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            torch.nn.init.zeros_(layer.bias)
+        config.stream = {"head": asdict(head.stream), "start_from": "runs/logprob/adapter"}
+        tensors, peft_config = random_lora(model, 4, generator)
+        lora = StreamLoRA.from_peft(peft_config, tensors, model)
+        return ValidityAdapter(config, head.requires_grad_(False).eval(), lora, peft_config, tensors)
 
     return make

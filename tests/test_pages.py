@@ -19,13 +19,11 @@ from parse_infer.calibration.measure import CalibrationSettings
 from parse_infer.calibration.risk import p_value
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
-from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.config import JudgeTrainingConfig
 from parse_train.recipe import load_recipe
 from tools.calibration_simulation import main as simulate
 from tools.calibration_splits import main as splits
-from tools.compare_judges import main as compare
 from tools.render_docs import main as documents
-from tools.step_cost import main as step_cost
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -38,7 +36,6 @@ LESS = {
     "parse-infer calibrate": "--limit 46 --risk 0.05 --block-tokens whole --loss disagreement --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
     "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
-    "validity": "--max_steps 1 --calibration_problems 0 --report_to none --use_cpu true",
     "stream": "--max_steps 1 --min_wrong_drafts 1 --calibration_problems 0 --report_to none --use_cpu true",
     "logprob": "--max_steps 1 --report_to none --use_cpu true",
     "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",
@@ -92,12 +89,6 @@ def run(words: list[str], room: Path, number: int) -> int:
         return 0
     if words[:3] == ["python", "-m", "tools.render_docs"]:
         return documents(words[3:])
-    if words[:3] == ["python", "-m", "tools.step_cost"]:
-        less = ["--rounds", "1", "--per_device_train_batch_size", "2", "--data", str(room / "data" / "validity")]
-        return step_cost([*words[3:], *less])
-    if words[:3] == ["python", "-m", "tools.compare_judges"]:
-        less = ["--acceptance", "0.5", "--cost_drafts", "1", "--cost_rounds", "1", "--output_dir", str(room / "runs")]
-        return compare([*words[3:], *less, "--data", str(room / "data" / "validity"), "--use_cpu", "true"])
     if words[:3] == ["python", "-m", "tools.calibration_simulation"]:
         return simulate([*words[3:], "--rounds", "2", "--out", str(room / "simulation.json")])
     if words[:3] == ["python", "-m", "tools.calibration_splits"]:
@@ -120,7 +111,7 @@ def train(words: list[str], room: Path, number: int) -> int:
     name = {"stream": "judge", "eagle": Path(recipe).stem}.get(kind[1], kind[1])
     places = ["--output_dir", str(room / "runs" / (name if number == 0 else f"{name}-{number}"))]
     places = [] if "--output_dir" in overrides else places
-    places += ["--data", str(room / "data" / "validity")] if kind[1] in ("validity", "logprob", "stream") else []
+    places += ["--data", str(room / "data" / "validity")] if kind[1] in ("logprob", "stream") else []
     places += ["--answers", str(room / "runs" / "answers")] if kind[1] == "eagle" else []
     return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])
 
@@ -223,7 +214,7 @@ def test_what_has_moved_is_not_named_any_more() -> None:
 
 def test_the_risks_of_examples_can_be_shown() -> None:
     """By the calibration that ends a training, also when a few requests are lost."""
-    n = ValidityTrainingConfig.calibration_problems
+    n = JudgeTrainingConfig.calibration_problems
     level = CalibrationSettings().level
     sources = [*PAGES, *REPOSITORY.glob("parse_infer/**/*.py"), *REPOSITORY.glob("recipes/**/*.yaml")]
     examples = [

@@ -12,9 +12,8 @@ For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
 - clients: one row per mode and number of clients.
 
-For a comparison of judges (`tools.compare_judges`, `tools.judge_ladder`):
+For a comparison of judges (`tools.judge_ladder`):
 
-- judges: one row per judge; missing figures are empty;
 - ladder: one row per rung, and the differences to the first.
 
 For calibrations:
@@ -93,7 +92,6 @@ _LADDER = {
     "rejected_at_0.02": "right tokens rejected at 2 % missed errors, %",
     "rejected_at_0.05": "at 5 %, %",
 }
-_JUDGES = ("judge", "AUROC", "AUPRC", "first-error F1", "false accepts, %", "cost of the pass")
 
 
 def table(paths: Sequence[Path], kind: str) -> list[str]:
@@ -110,9 +108,6 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
     if len(paths) > 1:
         raise ValueError(f"table={kind} shows one file: write one block for each")
     (path,) = paths
-    if kind == "judges":
-        results = read_results(path, needed=("environment", "judges", "acceptance", "oracle_acceptance"))
-        return [*_judges(results["judges"]), "", _origin_of_judges(results)]
     if kind == "clients":
         results = read_results(path, needed=("about", "cells"))
         return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
@@ -126,7 +121,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        known = [*_KINDS, "headline", "clients", "judges", "ladder", "simulation", "splits"]
+        known = [*_KINDS, "headline", "clients", "ladder", "simulation", "splits"]
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
@@ -248,24 +243,6 @@ def _origin_of_splits(environment: dict[str, Any]) -> str:
     )
 
 
-def _judges(judges: dict[str, dict[str, Any]]) -> list[str]:
-    def cell(value: float | None, interval: list[float] | None) -> str:
-        around = "" if value is None or interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
-        return format_number(value, 3) + around
-
-    ranked = ("auroc", "auprc", "first_error_f1")
-    cells = [
-        [
-            name,
-            *(cell(m[figure], m[f"{figure}_ci"]) for figure in ranked),
-            format_percent(m["false_accepts"], m["false_accepts_ci"]),
-            format_times(m["cost"]),
-        ]
-        for name, m in judges.items()
-    ]
-    return markdown_table(_JUDGES, cells)
-
-
 def _ladder(rungs: dict[str, dict[str, Any]]) -> list[str]:
     cells = []
     for i, (name, rung) in enumerate(rungs.items()):
@@ -303,17 +280,6 @@ _KINDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 def _origin(environment: dict[str, Any]) -> str:
     return f"{environment['problems']} problems of {environment['task']}; {_measured(environment)}"
-
-
-def _origin_of_judges(results: dict[str, Any]) -> str:
-    environment, temperature = results["environment"], results["environment"]["temperature"]
-    sampled = "" if temperature is None else f" at temperature {temperature:g}"
-    return (
-        f"{environment['drafts']:,} held-out drafts{sampled} of {environment['problems']:,} problems; "
-        f"{_measured(environment)} False accepts: drafts whose last kept prefix is wrong, where every judge keeps "
-        f"{100 * results['acceptance']:.1f} % of the draft tokens (a perfect one keeps "
-        f"{100 * results['oracle_acceptance']:.1f} %). Cost: in plain prefills of the same prompt and draft."
-    )
 
 
 def _measured(environment: dict[str, Any]) -> str:

@@ -110,11 +110,11 @@ def score(folder: str, drafts: Sequence[ReadDraft], lm: LanguageModel, kept: Pat
         verifier, found = Verifier(lm.decoder, adapter, Segmenter(lm.tokenizer)), []
         for row in track(rows, folder, console=Console(stderr=True)):
             lm.decoder.seek(lm.render(row.prompt))
-            found.append(verifier.verify(row.draft_ids or [], row.cuts, _ANY).validity)
+            found.append(verifier.verify(row.draft_ids, row.cuts, _ANY).validity)
         kept.mkdir(parents=True, exist_ok=True)
         write_json(file, found)
     validity = json.loads(file.read_text())
-    return ScoredDrafts.from_rows(validity, [row.labels for row in rows], [row.cuts or [] for row in rows])
+    return ScoredDrafts.from_rows(validity, [row.labels for row in rows], [row.cuts for row in rows])
 
 
 def score_by_rule(rule: Callable[[TokenLogprobs], Tensor], drafts: Sequence[ReadDraft]) -> ScoredDrafts:
@@ -122,9 +122,9 @@ def score_by_rule(rule: Callable[[TokenLogprobs], Tensor], drafts: Sequence[Read
     scores = []
     for draft in drafts:
         lowest = torch.cat([torch.zeros(1), rule(draft.logprobs).cummin(0).values])
-        scores.append(lowest[list(draft.row.cuts or ())].tolist())
+        scores.append(lowest[draft.row.cuts].tolist())
     rows = [draft.row for draft in drafts]
-    return ScoredDrafts.from_rows(scores, [row.labels for row in rows], [row.cuts or [] for row in rows])
+    return ScoredDrafts.from_rows(scores, [row.labels for row in rows], [row.cuts for row in rows])
 
 
 def compare_rungs(

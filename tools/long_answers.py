@@ -36,7 +36,7 @@ def held_out(data: Sequence[str], learnt: frozenset[str]) -> list[ReadDraft]:
     drafts: dict[str, ReadDraft] = {}
     for draft in (draft for folder in data for draft in read_drafts(folder)):
         row = draft.row
-        if row.labels and (row.cuts or [0])[-1] == len(draft.logprobs.ids) and prompt_hash(row.prompt) not in learnt:
+        if row.labels and row.cuts[-1] == len(draft.logprobs.ids) and prompt_hash(row.prompt) not in learnt:
             drafts.setdefault(row.problem, draft)
     return list(drafts.values())
 
@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ParseError(f"--texts is {arguments.texts}; it must be at least 1")
         files = read_adapter(resolve(arguments.adapter))
         config = ValidityConfig.from_dict(files.validity_config)
-        if config.logprobs is None:
-            raise ParseError(f"{arguments.adapter} reads hidden states: name an adapter on log-probabilities")
+        if config.stream is not None:
+            start = config.stream["start_from"]
+            raise ParseError(f"{arguments.adapter} reads a second stream: name the one it was trained from, {start}")
         for folder in arguments.data:
             if target := read_build_info(folder).target:
                 check_target(arguments.adapter, config.target, target)

@@ -6,7 +6,7 @@ In README.md and docs/**/*.md, two lines enclose a table, and one line names a f
     <!-- end -->
     <!-- figure: docs/results/NAME.json docs/NAME.png -->
 
-The JSON file holds results of a benchmark, a comparison of judges, or calibrations. `tools.doc_tables` lists the
+The JSON file holds results of a benchmark or of calibrations. `tools.doc_tables` lists the
 tables. Text between fences (```) is unchanged.
 """
 

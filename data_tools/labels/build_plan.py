@@ -86,9 +86,8 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
 def tokens_to_first_error(draft: LabelledDraft) -> float:
     """Count the tokens up to the first wrong token (included), or all tokens of a draft without error.
 
-    Labels locate the wrong token only within a segment: it is expected in the middle. The draft must have `cuts`.
+    Labels locate the wrong token only within a segment: it is expected in the middle.
     """
-    assert draft.cuts is not None and draft.kept_by_oracle is not None
     start, error = draft.kept_by_oracle, draft.first_error
     return float(start) if error is None else (start + draft.cuts[error] + 1) / 2
 
@@ -144,7 +143,7 @@ def make_plan(
     target_right = share(target_value, ones)
 
     drafts = [row for row in rows if row.draft_ids]
-    lengths = [float(len(row.draft_ids or ())) for row in drafts]
+    lengths = [float(len(row.draft_ids)) for row in drafts]
     mean_length = sum(lengths) / len(lengths)
     hazard = share([float(row.first_error is not None) for row in drafts], [tokens_to_first_error(r) for r in drafts])
     survivals = {
@@ -162,7 +161,7 @@ def make_plan(
         draft_right=None if config.drop_unsolved else share(draft_correct, ones),
         both_right=share(both, ones),
         tokens_per_draft=mean_length,
-        kept=share([float(row.kept_by_oracle or 0) for row in drafts], lengths),
+        kept=share([float(row.kept_by_oracle) for row in drafts], lengths),
         hazard=hazard,
         greedy_match=survivals["lossless"],
         undecided=summary.undecided / max(1, summary.prefixes + summary.undecided),

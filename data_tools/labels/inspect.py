@@ -20,9 +20,7 @@ BAR_WIDTH = 32
 _VALID, _INVALID = "green", "red"
 
 
-def inspect_folder(
-    folder: str | Path, n_examples: int = 3, seed: int = 0, console: Console | None = None, layout: str = "build"
-) -> Summary:
+def inspect_folder(folder: str | Path, n_examples: int = 3, seed: int = 0, console: Console | None = None) -> Summary:
     """Print and return the counts of a folder of labelled drafts, and print examples.
 
     Half of the examples, rounded up, are drafts with an error. The seed determines the examples.
@@ -34,7 +32,7 @@ def inspect_folder(
     summary = Summary()
     with_error = _Sample((n_examples + 1) // 2, seed)
     without = _Sample(n_examples, seed)
-    for row in read_rows(folder, layout):
+    for row in read_rows(folder):
         summary.add(row)
         (without if row.first_error is None else with_error).offer(row)
     summary.rollouts = rollout_counts(Path(folder))

@@ -78,7 +78,7 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
         )
     for file in track(missing, "log-probabilities", console=Console(stderr=True)):
         rows = list(read_rows(file)) if file.stat().st_size else []
-        drafts = [(target.model.render(row.prompt), row.draft_ids or []) for row in rows]
+        drafts = [(target.model.render(row.prompt), row.draft_ids) for row in rows]
         labelled = [i for i, (_, draft) in enumerate(drafts) if draft]
         empty = torch.empty(0)
         logprobs = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
@@ -112,7 +112,7 @@ def read_drafts(source: str | Path) -> Iterator[ReadDraft]:
             raise ParseError(f"{path} has {len(table)} rows and {file} has {len(rows)}: delete the first, and build")
         columns = (table[name].combine_chunks() for name in _SCHEMA.names)
         for row, own, top_ids, top in zip(rows, *columns, strict=True):
-            ids = torch.tensor(row.draft_ids or [], dtype=torch.long)
+            ids = torch.tensor(row.draft_ids, dtype=torch.long)
             if len(own.values) != len(ids):
                 raise ParseError(f"{path} does not belong to {row.where}: delete the file, and build again")
             if len(ids):

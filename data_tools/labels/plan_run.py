@@ -59,7 +59,7 @@ def run_plan(config: BuildConfig, limit: int) -> BuildPlan:
     costs = None
     if config.backend == "local":
         target, small = (cast(LocalWriter, load_writer(config, role)).model for role in ("target", "draft"))
-        costs = measure_costs(target, small, [*target.render(draft.prompt), *(draft.draft_ids or ())])
+        costs = measure_costs(target, small, [*target.render(draft.prompt), *draft.draft_ids])
     seconds = _seconds_per_problem(before, after, reads=bool(config.logprobs))
     plan = make_plan(config, summary, after.n_problems, rows, matches, costs, seconds)
     write_json(after.folder / PLAN, asdict(plan))

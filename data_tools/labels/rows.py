@@ -6,13 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from data_tools.labels.layouts import LAYOUTS, prefix_rows
 from data_tools.tasks.task import prompt_id
-from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
-from parse_infer.suggest import suggestion
 from parse_infer.text.prompts import Message
 
 
@@ -20,9 +16,8 @@ from parse_infer.text.prompts import Message
 class LabelledDraft:
     """One checked row. `completions`, `labels`, `values`, `confidence` and `cuts` have one entry per segment.
 
-    `confidence` is the probability that a label is right, from 0.5 to 1; `undecided` counts the prefixes without
-    label, which have no cut. Fields that a public set lacks are None, such as `cuts` and `draft_ids` (target tokens).
-    `where` locates the row in error messages.
+    `draft_ids` are target tokens. `confidence` is the probability that a label is right, from 0.5 to 1; `undecided`
+    counts the prefixes without label, which have no cut. `where` locates the row in error messages.
     """
 
     where: str
@@ -31,9 +26,9 @@ class LabelledDraft:
     labels: list[bool]
     values: list[float | None]
     confidence: list[float]
+    draft_ids: list[int]
+    cuts: list[int]
     undecided: int = 0
-    draft_ids: list[int] | None = None
-    cuts: list[int] | None = None
     problem_id: str | None = None
     reference: str | None = None
     target_value: float | None = None
@@ -53,11 +48,9 @@ class LabelledDraft:
         return self.labels.index(False) if False in self.labels else None
 
     @property
-    def kept_by_oracle(self) -> int | None:
+    def kept_by_oracle(self) -> int:
         """Draft tokens before the first invalid segment, which a perfect judge keeps with the acceptance rule
-        "first_failure"; None for unknown tokens."""
-        if self.cuts is None:
-            return None
+        "first_failure"."""
         n_valid = len(self.cuts) if self.first_error is None else self.first_error
         return self.cuts[n_valid - 1] if n_valid else 0
 
@@ -66,53 +59,25 @@ class LabelledDraft:
         return self.prompt if isinstance(self.prompt, str) else json.dumps([dict(m) for m in self.prompt])
 
 
-def read_rows(source: str | Path, layout: str = "build") -> Iterator[LabelledDraft]:
-    """Yield the rows of a .jsonl file, of all .jsonl files in a folder, or of a data set on the Hugging Face Hub.
-
-    From the Hub, reads the split "train", or all splits of a set without that split.
-
-    Args:
-        layout: a key of `layouts.LAYOUTS`: "build", or the layout of a public process-supervision set.
+def read_rows(source: str | Path) -> Iterator[LabelledDraft]:
+    """Yield the rows of a .jsonl file, or of all .jsonl files in a folder.
 
     Raises:
         FileNotFoundError: no such source, or no .jsonl file in the folder.
-        ValueError: an unknown layout, or a malformed row, named by file and line.
+        ValueError: a malformed row, named by file and line.
     """
-    if layout not in LAYOUTS:
-        raise ParseError(f"unknown layout {layout!r}; {suggestion(layout, LAYOUTS)}")
-    path, name = Path(source), str(source)
+    path = Path(source)
     if path.is_dir():
         files = sorted(path.rglob("*.jsonl"))
         if not files:
-            raise FileNotFoundError(f"the folder {name} holds no .jsonl file; `parse-data build` writes them")
+            raise FileNotFoundError(f"the folder {source} holds no .jsonl file; `parse-data build` writes them")
     elif path.is_file():
         files = [path]
-    elif name.endswith(".jsonl") or name.startswith((".", "/")) or name.count("/") != 1:
-        raise FileNotFoundError(f"no labelled data at {name}; `parse-data build` writes labelled data")
     else:
-        files = []
-    places = (found for file in files for found in read_jsonl(file)) if files else _hub_rows(name)
-    for where, row in places:
-        try:
-            drafts = list(prefix_rows(row, layout)) if isinstance(row, dict) else [row]
-        except ValueError as error:
-            raise ParseError(f"{where}: {error}") from error
-        for draft in drafts:
-            yield check_row(draft, where)
-
-
-def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        splits = load_dataset(name)
-    except Exception as error:  # datasets raises many types: no such set, no network, no such split
-        raise FileNotFoundError(
-            f"{name} is neither a local folder or file nor a data set on the Hugging Face Hub: {error}"
-        ) from error
-    for split in ["train"] if "train" in splits else splits:
-        for number, row in enumerate(splits[split], start=1):
-            yield f"{name}, split {split}, row {number}", row
+        raise FileNotFoundError(f"no labelled data at {source}; `parse-data build` writes labelled data")
+    for file in files:
+        for where, row in read_jsonl(file):
+            yield check_row(row, where)
 
 
 def check_row(row: object, where: str) -> LabelledDraft:
@@ -140,16 +105,17 @@ def check_row(row: object, where: str) -> LabelledDraft:
     if len(confidence) != len(labels) or not all(_number(c) and 0.5 <= c <= 1 for c in confidence):
         raise refuse(f"confidence must be {len(labels)} numbers from 0.5 to 1, got {confidence!r}")
     ids, cuts = row.get("draft_ids"), row.get("cuts")
-    if (ids is None) != (cuts is None):
-        raise refuse("draft_ids and cuts belong together; one of them is missing")
-    if ids is not None and cuts is not None:
-        if not _all(ids, int) or any(i < 0 for i in ids):
-            raise refuse("draft_ids must be a list of token ids")
-        rising = _all(cuts, int) and all(a < b for a, b in zip([0, *cuts], cuts, strict=False))
-        if not rising or len(cuts) != len(labels) or (cuts and cuts[-1] != len(ids)):
-            raise refuse(
-                f"cuts must be {len(labels)} rising offsets that end at {len(ids)}, the draft's length, got {cuts!r}"
-            )
+    if ids is None or cuts is None:
+        raise refuse(
+            "the row has no draft_ids or no cuts, so it is not of a build: label drafts with parse-data build"
+        )
+    if not _all(ids, int) or any(i < 0 for i in ids):
+        raise refuse("draft_ids must be a list of token ids")
+    rising = _all(cuts, int) and all(a < b for a, b in zip([0, *cuts], cuts, strict=False))
+    if not rising or len(cuts) != len(labels) or (cuts and cuts[-1] != len(ids)):
+        raise refuse(
+            f"cuts must be {len(labels)} rising offsets that end at {len(ids)}, the draft's length, got {cuts!r}"
+        )
     for key in ("temperature", "target_value"):
         if row.get(key) is not None and not _number(row[key]):
             raise refuse(f"{key} must be a number or null, got {row[key]!r}")
@@ -160,9 +126,9 @@ def check_row(row: object, where: str) -> LabelledDraft:
         labels,
         values,
         confidence,
+        ids,
+        cuts,
         undecided=row.get("undecided") or 0,
-        draft_ids=ids,
-        cuts=cuts,
         problem_id=None if row.get("problem_id") is None else str(row["problem_id"]),
         reference=None if row.get("reference") is None else str(row["reference"]),
         target_value=row.get("target_value"),

@@ -82,7 +82,7 @@ class Summary:
             self.error_segment[error] += 1
         if row.temperature is not None:
             before = self.temperatures.get(row.temperature, DraftCounts())
-            own = (1, bool(row.draft_correct), error is None, len(row.draft_ids or ()), row.kept_by_oracle or 0)
+            own = (1, bool(row.draft_correct), error is None, len(row.draft_ids), row.kept_by_oracle)
             self.temperatures[row.temperature] = DraftCounts(*map(sum, zip(before, own, strict=True)))
         self.target_values[row.problem] = row.target_value
 

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import terminal_table
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.probe.head import ValidityHead
-from parse_infer.judge.probe.lora import ProbeLoRA
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.stream.lora import StreamLoRA
+from parse_infer.judge.stream.scorer import StreamScorer
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.architecture import embedding_weight, text_config
 from parse_infer.models.attention import enable_split_attention
@@ -58,10 +60,10 @@ SHAPES = {
         **_QWEN3,
     ),
 }
-STEP, DRAFT_STEP, PACKED, PREFILL = "target, one token", "draft model, one token", "packed pass", "prefill, no probes"
+STEP, DRAFT_STEP, PACKED, PREFILL = "target, one token", "draft model, one token", "packed pass", "prefill"
 CHAIN, TREE = "target, chain of 5", "target, tree of 16"
-_CHAIN_TOKENS, _KEPT, _EVERY, _PROBE = 5, 3, 32, 2  # tokens: per chain, accepted of it, between cuts, per probe
-_RANK, _TOKEN_RANK = 16, 64  # ranks of the judge's LoRA and of token doubt
+_CHAIN_TOKENS, _KEPT = 5, 3  # tokens: per chain, accepted of it
+_RANK = 16  # of the judge's LoRA
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, torch_compile: bool = False) -> LanguageModel:
@@ -100,9 +102,10 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
     ids = torch.randint(3, 2000, (context + drafted,)).tolist()
     rest = ids[context:]
     chain, tree = range(-1, _CHAIN_TOKENS - 1), [-1] * 4 + [i // 2 for i in range(12)]
-    cuts = [*range(_EVERY, drafted, _EVERY), drafted]
     main, small = target.decoder, draft.decoder
     verifier = Verifier(main, random_judge(target), Segmenter(target.tokenizer))
+    assert isinstance(verifier.scorer, StreamScorer)
+    verifier.scorer.one_pass = True  # as on a GPU, on any device
 
     def at(decoder: Decoder, n: int = context) -> Callable[[], None]:
         """Set the context to the first n tokens, with all but the last in the KV cache."""
@@ -122,7 +125,7 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         Step(STEP, at(main), look_ahead(main, ())),
         Step(CHAIN, at(main), look_ahead(main, chain)),
         Step(TREE, at(main), look_ahead(main, tree)),
-        Step(PACKED, at(main), lambda: verifier.verify(rest, cuts)),
+        Step(PACKED, at(main), lambda: verifier.verify_block(rest)),
         Step(PREFILL, at(main), lambda: main.forward(rest).hidden.sum().item()),
         Step(DRAFT_STEP, at(small), look_ahead(small, ())),
     ]
@@ -145,17 +148,18 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
 
 
 def random_judge(target: LanguageModel) -> ValidityAdapter:
-    """A judge (LoRA, head and token doubt) of the size in `recipes/train-probe.yaml`, with random weights."""
-    model, size = target.model, target.model.config.get_text_config(decoder=True).hidden_size
+    """A judge with a second stream (LoRA and head) of the size in `recipes/train.yaml`, with random weights."""
+    model = target.model
     linears = [m for m in getattr(model, model.base_model_prefix).modules() if isinstance(m, nn.Linear)]
     with torch.device(model.device):
         updates = [
             (m, torch.randn(_RANK, m.in_features, dtype=model.dtype), torch.randn(m.out_features, _RANK).to(m.weight))
             for m in linears
         ]
-        head = ValidityHead(size, _TOKEN_RANK).eval().requires_grad_(False)
-    config = ValidityConfig((1,) * _PROBE, "?", describe_target(model), token_rank=_TOKEN_RANK)
-    return ValidityAdapter(config, head, ProbeLoRA(updates))
+        head = StreamHead(LogprobHead(LogprobHeadConfig()), StreamHeadConfig(text_config(model).hidden_size))
+    return ValidityAdapter(
+        ValidityConfig(describe_target(model)), head.eval().requires_grad_(False), StreamLoRA(updates)
+    )
 
 
 def _heads(target: LanguageModel) -> dict[str, EagleDrafter | MedusaDrafter]:
@@ -203,7 +207,7 @@ def forward_costs(
     torch.manual_seed(0)
     _check_memory(names, device, dtype)
     pair = [random_model(shape, device, dtype, torch_compile) for shape in names]
-    if context + drafted + _PROBE > min(lm.window for lm in pair):
+    if context + drafted > min(lm.window for lm in pair):
         raise ParseError(
             f"{context} context tokens and {drafted} draft tokens exceed the context windows "
             f"{[lm.window for lm in pair]}: choose fewer"
@@ -229,7 +233,7 @@ def cost_report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, s
     draft, alone = drafted * median[DRAFT_STEP], drafted * median[STEP]
     return terminal_table(("forward", "ms", "middle half", "target forwards", "pays from"), cells), (
         f"A fully accepted draft of {drafted} tokens is {alone / (draft + median[PREFILL]):.2f} times as fast as the "
-        f"target alone, {alone / (draft + median[PACKED]):.2f} times under a judge with probes; with a free draft, "
-        f"{alone / median[PREFILL]:.1f} and {alone / median[PACKED]:.1f} times. Pays from: break-even of a token "
-        "proposer in tokens per target forward."
+        f"target alone, {alone / (draft + median[PACKED]):.2f} times under a judge with a second stream; with a free "
+        f"draft, {alone / median[PREFILL]:.1f} and {alone / median[PACKED]:.1f} times. Pays from: break-even of a "
+        "token proposer in tokens per target forward."
     )

@@ -140,7 +140,6 @@ def make_modes(
             parse = _with_proposer(
                 engine, _proposer_of(engine, name), judge, judge_threshold, one_segment=base == "sequential"
             )
-            parse.backend.check(own, None)
             modes.append(Mode(name, _streamed(parse, own) if is_stream(name) else _with(parse.generate, own), parse))
             for threshold in thresholds if name in SWEPT else ():
                 at = own.override(threshold=threshold)

@@ -1,18 +1,17 @@
-"""The validity adapter: a head, and a LoRA for the tokens that only judge, which are probes or a second stream.
+"""The validity adapter: a head on log-probabilities, alone or with a second stream and its LoRA.
 
-An exported adapter is a folder: `adapter_config.json` and `adapter_model.safetensors` (plain peft),
-`validity_head.safetensors`, `validity_config.json` and `README.md`. An adapter without a probe has no peft files. A
-head on log-probabilities (`LogprobHead`) has none either, and fits every copy of the target, quantised or served.
+An exported adapter is a folder: `validity_head.safetensors`, `validity_config.json` and `README.md`. A second stream
+adds `adapter_config.json` and `adapter_model.safetensors` (plain peft). A head alone (`LogprobHead`) fits every copy
+of the target, quantised or served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,19 +19,14 @@ from parse_infer.errors import ModelError
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
 from parse_infer.judge.judge import Scorer
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobScorer
-from parse_infer.judge.probe.head import Probe, ValidityHead
-from parse_infer.judge.probe.lora import ProbeLoRA
-from parse_infer.judge.probe.scorer import ProbeScorer
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.stream.lora import StreamLoRA
 from parse_infer.judge.stream.scorer import StreamScorer
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
-from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
-
-__all__ = ["Probe", "ValidityAdapter", "ValidityConfig", "ValidityHead", "describe_target", "fingerprint"]
+from parse_infer.models.fingerprint import describe_target, same_weights
 
 SCHEMA_VERSION = 1
-_NEEDED = ("probe_ids", "probe_text", "target")
 
 
 @dataclass
@@ -40,16 +34,11 @@ class ValidityConfig:
     """Content of validity_config.json.
 
     Attributes:
-        probe_ids, probe_text: the probe; both empty for a head that uses token doubt alone.
-        token_rank: inner size of the head's `TokenDoubt`; 0: no token doubt.
-        logprobs: sizes of a `LogprobHead`, how its training data was read, a known text, and ranges of the drafts that
-            it can judge (`UsualDrafts`); None: a head on hidden states.
-        stream: sizes of the `StreamHead` around it, and the adapter whose head it was; None: no second stream.
-        surprise_vocab_size: number of tokens that `TokenDoubt` compares with; 0: the whole vocabulary.
-        closes_turn: the probe itself ends the assistant's turn (`Probe.closes_turn`).
-        verbalizer: the words (valid, not valid) that the head was initialised from; None: it started at 0.
-        cut_policy: `CutPolicy.to_dict()` of the training data.
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
+        logprobs: sizes of a `LogprobHead`, how its training data was read, a known text, and ranges of the drafts that
+            it can judge (`UsualDrafts`); None: a judge without a trained head.
+        stream: sizes of the `StreamHead` around it, and the adapter whose head it was; None: no second stream.
+        cut_policy: `CutPolicy.to_dict()` of the training data.
         label: definition of the training label.
         probability: scale and shift of the logit, fitted so that validities are probabilities; None: not fitted.
         threshold: calibrated threshold; None: not calibrated.
@@ -58,15 +47,9 @@ class ValidityConfig:
         provenance: data, code and settings of the training run.
     """
 
-    probe_ids: tuple[int, ...]
-    probe_text: str
     target: dict[str, Any]
-    token_rank: int = 0
-    surprise_vocab_size: int = 0
     logprobs: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
-    closes_turn: bool = False
-    verbalizer: tuple[str, str] | None = None
     cut_policy: dict[str, Any] = field(default_factory=dict)
     label: dict[str, Any] = field(default_factory=dict)
     probability: dict[str, float] | None = None
@@ -76,10 +59,6 @@ class ValidityConfig:
     provenance: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
-    def __post_init__(self) -> None:
-        self.probe_ids = tuple(self.probe_ids)
-        self.verbalizer = None if self.verbalizer is None else tuple(self.verbalizer)  # type: ignore[assignment]
-
     def validity(self, logits: Tensor) -> Tensor:
         """Convert logits to probabilities."""
         fitted = self.probability
@@ -88,7 +67,7 @@ class ValidityConfig:
     @property
     def adapts(self) -> bool:
         """Whether the adapter has a LoRA."""
-        return bool(self.probe_ids) or self.stream is not None
+        return self.stream is not None
 
     @property
     def usual_drafts(self) -> UsualDrafts | None:
@@ -97,8 +76,7 @@ class ValidityConfig:
         return UsualDrafts.from_dict(usual) if usual else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of validity_config.json; without `logprobs` and `stream` if None, so that fingerprints of
-        earlier adapters hold."""
+        """Return the content of validity_config.json; without `logprobs` and `stream` if None."""
         return {k: v for k, v in asdict(self).items() if v is not None or k not in ("logprobs", "stream")}
 
     @classmethod
@@ -110,29 +88,29 @@ class ValidityConfig:
                 f"validity_config.json has schema version {version}, this parse-engine reads {SCHEMA_VERSION}: "
                 "install the version that wrote it, or export the adapter again"
             )
-        tokens_alone = values.get("probe_ids") == [] and (values.get("token_rank") or values.get("logprobs"))
-        needed = ("target",) if tokens_alone else _NEEDED
-        missing = [key for key in needed if not values.get(key)]
-        if missing:
-            raise ModelError(f"validity_config.json has no {missing[0]}: the export of the adapter is incomplete")
+        if not values.get("target"):
+            raise ModelError("validity_config.json has no target: the export of the adapter is incomplete")
         read = values.get("logprobs")
-        if read is not None:
-            known = read.get("reference", {}) if isinstance(read, dict) else {}
-            sizes = {f.name for f in fields(LogprobHeadConfig)}
-            if not (
-                sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
-                and len(known.get("ids", ())) > len(known.get("logprobs", ()))
-            ):
-                raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
-            try:
-                UsualDrafts.from_dict(read.get("usual") or {})
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ModelError(
-                    "validity_config.json has damaged logprobs.usual: export the adapter again"
-                ) from error
+        if read is None:
+            raise ModelError(
+                "validity_config.json has no logprobs: the adapter is of an earlier version and reads hidden states; "
+                "train it again with recipes/train.yaml"
+            )
+        known = read.get("reference", {}) if isinstance(read, dict) else {}
+        sizes = {f.name for f in fields(LogprobHeadConfig)}
+        if not (
+            isinstance(read, dict)
+            and sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
+            and len(known.get("ids", ())) > len(known.get("logprobs", ()))
+        ):
+            raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
+        try:
+            UsualDrafts.from_dict(read.get("usual") or {})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelError("validity_config.json has damaged logprobs.usual: export the adapter again") from error
         if (stream := values.get("stream")) is not None:
             sizes = {f.name for f in fields(StreamHeadConfig)}
-            if read is None or not isinstance(stream, dict) or set(stream.get("head") or ()) != sizes:
+            if not isinstance(stream, dict) or set(stream.get("head") or ()) != sizes:
                 raise ModelError("validity_config.json has an incomplete stream: export the adapter again")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
@@ -147,26 +125,20 @@ class ValidityAdapter:
     Attributes:
         config: see `ValidityConfig`.
         head: the read-out, on the target's device.
-        lora: the LoRA bound to a loaded target; None without a probe, and before binding (an adapter to be saved).
-        peft_config: content of adapter_config.json; empty without a probe.
-        tensors: content of adapter_model.safetensors, by peft's names; empty without a probe.
+        lora: the LoRA bound to a loaded target; None without a stream, and before binding (an adapter to be saved).
+        peft_config: content of adapter_config.json; empty without a stream.
+        tensors: content of adapter_model.safetensors, by peft's names; empty without a stream.
         train_problems: hashes of the training prompts; empty if unknown.
     """
 
     config: ValidityConfig
-    head: ValidityHead | LogprobHead | StreamHead
-    lora: ProbeLoRA | None = None
+    head: LogprobHead | StreamHead
+    lora: StreamLoRA | None = None
     peft_config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     train_problems: frozenset[str] = frozenset()
 
-    @property
-    def tokens_per_cut(self) -> int:
-        return len(self.config.probe_ids)
-
-    @property
-    def probe(self) -> Probe:
-        return Probe(self.config.probe_ids, self.config.probe_text, self.config.closes_turn)
+    tokens_per_cut = 0
 
     @property
     def fingerprint(self) -> str:
@@ -175,16 +147,13 @@ class ValidityAdapter:
     def scorer(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
     ) -> Scorer:
-        if isinstance(self.head, LogprobHead | StreamHead):
-            texts = TokenTexts(tokenizer, end_ids, self.head.config.buckets)
-            facts = texts, self.config.usual_drafts, self.config.validity
-            if isinstance(self.head, LogprobHead):
-                return LogprobScorer(self.head, *facts)
-            assert self.lora is not None and model is not None
-            # More tokens in a forward cost a GPU little, and a CPU as much as in another one.
-            return StreamScorer(self.head, self.lora, *facts, one_pass=model.device.type != "cpu")
-        assert model is not None, "hidden states are read in the target's process"
-        return ProbeScorer(self.head, self.probe, self.lora, end_ids, model, self.config.validity)
+        texts = TokenTexts(tokenizer, end_ids, self.head.config.buckets)
+        facts = texts, self.config.usual_drafts, self.config.validity
+        if isinstance(self.head, LogprobHead):
+            return LogprobScorer(self.head, *facts)
+        assert self.lora is not None and model is not None
+        # More tokens in a forward cost a GPU little, and a CPU as much as in another one.
+        return StreamScorer(self.head, self.lora, *facts, one_pass=model.device.type != "cpu")
 
     def save_pretrained(self, folder: str | Path, figures: Mapping[str, bytes] | None = None) -> Path:
         """Write the adapter folder atomically.
@@ -200,8 +169,6 @@ class ValidityAdapter:
         peft_config = dict(self.peft_config)
         if peft_config:
             peft_config["base_model_name_or_path"] = self.config.target.get("name")
-            if self.config.probe_ids:
-                peft_config["alora_invocation_tokens"] = list(self.config.probe_ids)
         head = {
             name: tensor.float() if tensor.is_floating_point() else tensor
             for name, tensor in self.head.state_dict().items()
@@ -220,41 +187,28 @@ class ValidityAdapter:
         """
         files = read_adapter(name_or_path)
         config = ValidityConfig.from_dict(files.validity_config)
-        if (config.logprobs is None or config.stream) and not config.target.get("fingerprint"):
+        if config.stream and not config.target.get("fingerprint"):
             raise ModelError("validity_config.json has no fingerprint of the target: export the adapter again")
         check_target(str(name_or_path), config.target, describe_target(target))
         head = read_head(str(name_or_path), config, files.head).to(target.device)
-        lora = None
-        if config.adapts:
-            lora = ProbeLoRA.from_peft(files.peft_config, files.tensors, target, activated=bool(config.probe_ids))
+        lora = StreamLoRA.from_peft(files.peft_config, files.tensors, target) if config.adapts else None
         return cls(config, head, lora, files.peft_config, files.tensors, files.train_problems)
 
 
-def read_head(
-    adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]
-) -> ValidityHead | LogprobHead | StreamHead:
+def read_head(adapter: str, config: ValidityConfig, tensors: Mapping[str, Tensor]) -> LogprobHead | StreamHead:
     """Build the head from an adapter's files, in float32 and without gradient.
 
     Raises:
-        ValueError: the files do not match each other, or name tokens outside the target's vocabulary.
+        ValueError: the files do not match each other.
     """
-    head: ValidityHead | LogprobHead | StreamHead
-    if config.logprobs is not None:
-        head = LogprobHead(LogprobHeadConfig(**config.logprobs["head"]))
-        if config.stream is not None:
-            head = StreamHead(head, StreamHeadConfig(**config.stream["head"]))
-    else:
-        size = config.surprise_vocab_size
-        vocabulary = torch.zeros(size, dtype=torch.long) if size and config.token_rank else None
-        head = ValidityHead(config.target["hidden_size"], config.token_rank, vocabulary, bool(config.probe_ids))
-    head = head.float()
+    assert config.logprobs is not None
+    trunk = LogprobHead(LogprobHeadConfig(**config.logprobs["head"]))
+    stream = config.stream
+    head = (trunk if stream is None else StreamHead(trunk, StreamHeadConfig(**stream["head"]))).float()
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if shapes != {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}:
         raise ModelError(f"the validity head of {adapter} holds {shapes}, which does not match validity_config.json")
     head.load_state_dict(tensors)
-    _check_tokens("probe", config.probe_ids, config.target["vocab_size"])
-    if isinstance(head, ValidityHead) and head.tokens is not None and head.tokens.vocabulary is not None:
-        _check_tokens("part of the vocabulary", head.tokens.vocabulary.tolist(), config.target["vocab_size"])
     return head.requires_grad_(False).eval()
 
 
@@ -278,9 +232,3 @@ def check_target(adapter: str, expected: Mapping[str, Any], found: Mapping[str, 
             f"the adapter {adapter} was trained for the target {expected.get('name')!r}; {found['name']!r} has the "
             "same shape but other weights: load the target it was trained on, or train an adapter for this one"
         )
-
-
-def _check_tokens(what: str, ids: Sequence[int], size: int) -> None:
-    wrong = [i for i in ids if not (isinstance(i, int) and 0 <= i < size)]
-    if wrong:
-        raise ModelError(f"the adapter's {what} has tokens outside the target's vocabulary of {size}: {wrong[:5]}")

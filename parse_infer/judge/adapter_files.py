@@ -30,7 +30,7 @@ PROMISE = "one verification pass over one whole draft per problem; several passe
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Content of an adapter folder; an adapter without a probe has no peft files."""
+    """Content of an adapter folder; only one with a second stream has peft files."""
 
     folder: Path
     peft_config: dict[str, Any]
@@ -79,7 +79,7 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
 
     check(CONFIG, HEAD)
     config = read_json(folder / CONFIG, WAY_OUT)
-    adapts = config.get("probe_ids") != [] or config.get("stream") is not None
+    adapts = config.get("stream") is not None
     if adapts:
         check(PEFT_CONFIG, PEFT_WEIGHTS)
     return AdapterFiles(
@@ -104,7 +104,7 @@ def write_adapter(
     """Write an adapter folder; replace an existing adapter atomically.
 
     Args:
-        peft_config, tensors: both empty without a probe; the folder then has no peft files.
+        peft_config, tensors: both empty without a second stream; the folder then has no peft files.
         figures: PNG files by name, shown in the model card.
         train_problems: hashes of the training prompts, which calibrations must exclude.
 
@@ -134,9 +134,9 @@ def write_adapter(
 def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     """Render README.md of an adapter from its validity_config.json and the names of its figures."""
     target, threshold = config["target"], config.get("threshold")
-    front = ["---", "library_name: peft", "tags: [parse-engine, lora, activated-lora]"]
-    if not config["probe_ids"]:
-        front = ["---", "tags: [parse-engine]"]
+    front = ["---", "tags: [parse-engine]"]
+    if config.get("stream"):
+        front = ["---", "library_name: peft", "tags: [parse-engine, lora]"]
     if "/" in target["name"]:  # a Hub id
         front.append(f"base_model: {target['name']}")
     rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
@@ -144,8 +144,7 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
     shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
-        "reads": "the target's log-probabilities" if config.get("logprobs") else "the target's hidden states",
-        "probe": f"`{json.dumps(config['probe_text'], ensure_ascii=False)}`" if config["probe_ids"] else "none",
+        "reads": "the target's log-probabilities" + (" and a second stream" if config.get("stream") else ""),
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
         "threshold": "not calibrated" if threshold is None else describe_threshold(threshold),

@@ -66,7 +66,8 @@ class Verdict:
     Attributes:
         cuts: K token offsets in the draft.
         validity: K probabilities; validity[k] belongs to the prefix draft[:cuts[k]].
-        is_greedy_choice: for each draft token whether it is the target's greedy choice; None if unknown.
+        is_greedy_choice: for each draft token whether it is the target's greedy choice; None if the judge read no
+            log-probabilities, and for a block.
         scores: what a judge of single tokens carries into the next draft; None: it carries nothing.
         by_token: there is a cut after every token, so that the first rejected one is never the target's choice.
         unusual: the draft is out of the training distribution (`UsualDrafts`): only greedy matches are accepted.
@@ -88,7 +89,7 @@ class Scorer(Protocol):
     """A judge that is bound to one target.
 
     Attributes:
-        k: number of the target's first choices that it reads; 0: it reads hidden states.
+        k: number of the target's first choices that it reads; 0: it reads other states.
         by_token: it can judge every token of a block.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
     """
@@ -104,10 +105,6 @@ class Scorer(Protocol):
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         """Tokens to append to the pass over context and draft, whose states `reading` has not yet; None: no tokens."""
-        ...
-
-    def check_blocks(self, block_tokens: int) -> None:
-        """Raise SettingsError if it cannot judge blocks of so many tokens."""
         ...
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:

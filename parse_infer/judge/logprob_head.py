@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.judge import Reading, Verdict, token_verdict
-from parse_infer.judge.probe.head import in_float32
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
 from parse_infer.judge.usual_drafts import UsualDrafts
 
@@ -57,6 +56,11 @@ def pool_doubt(doubt: Tensor, sharpness: float) -> Tensor:
     return (sharpness * doubt).logcumsumexp(-1) / sharpness
 
 
+def in_float32(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply `layer` in float32, since DeepSpeed keeps weights in bfloat16 in training. No copy of float32 weights."""
+    return linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+
 class LogprobHead(nn.Module):
     """Doubt of each draft token, from the target's log-probabilities of it and of the tokens before it.
 
@@ -66,9 +70,6 @@ class LogprobHead(nn.Module):
     Args:
         config: sizes.
     """
-
-    tokens = None  # no `TokenDoubt`
-    weight = None  # no probe
 
     def __init__(self, config: LogprobHeadConfig) -> None:
         super().__init__()
@@ -150,9 +151,6 @@ class LogprobScorer:
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         return None
-
-    def check_blocks(self, block_tokens: int) -> None:
-        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         score = partial(self.token_scores, carried=carried, written=reading.written)

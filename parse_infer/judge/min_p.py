@@ -61,8 +61,6 @@ class MinPJudge:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ratio: float) -> None:
         self.config = ValidityConfig(
-            probe_ids=(),
-            probe_text="",
             target={},
             logprobs={"reference": {"ids": tokenizer.encode(KNOWN_TEXT), "logprobs": []}},
             cut_policy=CutPolicy().to_dict(),
@@ -75,9 +73,6 @@ class MinPJudge:
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> None:
         return None
-
-    def check_blocks(self, block_tokens: int) -> None:
-        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         return token_verdict(reading, self.k, partial(lowest_ratios, carried=carried), torch.sigmoid)

@@ -23,17 +23,12 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
 
     Raises:
         FileNotFoundError: the adapter or the target does not exist.
-        ValueError: the adapter reads hidden states, which belong to one target; or `folder` holds an adapter.
+        ValueError: the adapter reads a second stream, which belongs to one target; or `folder` holds an adapter.
     """
     if (Path(folder).expanduser() / CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter already: choose another folder, or delete it")
     files = read_adapter(resolve(adapter))
     config = ValidityConfig.from_dict(files.validity_config)
-    if config.logprobs is None:
-        raise ModelError(
-            f"the adapter {str(adapter)!r} reads the hidden states of its target {config.target['name']!r}, which no "
-            "other model has: transfer one on log-probabilities, such as zoo:smollm2-adapter"
-        )
     if config.stream is not None:
         raise ModelError(
             f"the adapter {str(adapter)!r} reads a second stream of its target {config.target['name']!r}: "
@@ -41,6 +36,7 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
         )
     trained_for = config.provenance.get("trained_for", config.target["name"])
     name = Path(target).name if Path(target).expanduser().exists() else str(target)
+    assert config.logprobs is not None
     known = {"ids": load_served_model(target).render(KNOWN_TEXT), "logprobs": []}
     config = replace(
         config,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parse_infer.errors import ModelError
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.judge import Judge, Reading, Verdict
-from parse_infer.judge.probe.packed_check import check_packed_pass
+from parse_infer.judge.packed_check import check_packed_pass
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.text.cuts import Segmenter
@@ -132,8 +132,8 @@ class Verifier:
     def greedy_match(self, draft_ids: Sequence[int], verification: Verification, start: int = 0) -> int:
         """Count the draft tokens from `start` on that are the target's greedy choice, up to the first mismatch.
 
-        No forward runs. Without `is_greedy_choice` (no `TokenDoubt`, or a reduced vocabulary), the output layer runs
-        on growing chunks of hidden states, with one device synchronisation per chunk.
+        No forward runs. If the judge read no log-probabilities, the output layer runs on growing chunks of hidden
+        states, with one device synchronisation per chunk.
         """
         if verification.is_greedy_choice is not None:
             following = verification.is_greedy_choice[start:]

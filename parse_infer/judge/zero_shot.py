@@ -2,21 +2,26 @@
 
 The chat template renders one suffix for all prefixes: end of the answer, a user turn with the question, start of an
 answer. The validity is the target's preference between the two answer words (HoVer, ICLR 2026 submission 9587; the
-zero-shot verifier of PARSE, arXiv 2605.04263). The packed layout is the adapter's, without a LoRA.
+zero-shot verifier of PARSE, arXiv 2605.04263). One packed pass asks behind all cuts (`parse_infer.judge.packing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import ModelError, PromptError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint
-from parse_infer.judge.probe.head import Probe, ValidityHead, verbalizer_ids
-from parse_infer.judge.probe.scorer import ProbeScorer
+from parse_infer.judge.carried import Carried
+from parse_infer.judge.judge import Reading, Verdict
+from parse_infer.judge.packing import probes, readout_index
+from parse_infer.models.architecture import logit_scale
+from parse_infer.models.decoder import Trailing
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.text.chat_template import render_chat
 from parse_infer.text.cuts import CutPolicy
@@ -30,6 +35,25 @@ _MARKER = "@@PREFIX-ENDS-HERE@@"
 
 
 @dataclass(frozen=True)
+class Probe:
+    """The question after a prefix, up to the answer word.
+
+    Attributes:
+        ids: its P tokens; the answer word follows the last one.
+        text: its text.
+        closes_turn: it ends the assistant's turn itself, so it does not see the draft's own end token.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    closes_turn: bool = False
+
+    def shown(self, draft: Sequence[int], cut: int, end_ids: Collection[int]) -> int:
+        """Return the number of draft tokens before the question about `draft[:cut]`."""
+        return cut - 1 if self.closes_turn and cut and draft[cut - 1] in end_ids else cut
+
+
+@dataclass(frozen=True)
 class ZeroShot:
     """The judge by name: `judge="zero_shot"`. It has no options."""
 
@@ -39,7 +63,7 @@ class ZeroShot:
 
 
 class ZeroShotJudge:
-    """A `Judge` with a question as its probe, and no LoRA.
+    """A `Judge` that reads the target's answer to a question about each prefix.
 
     Args:
         model: the target.
@@ -61,13 +85,8 @@ class ZeroShotJudge:
         words: tuple[str, str] = WORDS,
     ) -> None:
         self.probe = question_probe(tokenizer, question)
-        yes_id, no_id = verbalizer_ids(tokenizer, self.probe.text, words)
-        self.head = ValidityHead.from_verbalizer(model, yes_id, no_id).requires_grad_(False).eval()
+        self.weight, self.bias = preference(model, *verbalizer_ids(tokenizer, self.probe.text, words))
         self.config = ValidityConfig(
-            probe_ids=self.probe.ids,
-            probe_text=self.probe.text,
-            closes_turn=self.probe.closes_turn,
-            verbalizer=words,
             cut_policy=(cut_policy or CutPolicy()).to_dict(),
             target=describe_target(model),
             label={"kind": "zero-shot"},
@@ -76,9 +95,8 @@ class ZeroShotJudge:
 
     def scorer(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], model: PreTrainedModel | None = None
-    ) -> ProbeScorer:
-        assert model is not None, "over servers `ZeroShotRequests` asks the question"
-        return ProbeScorer(self.head, self.probe, None, end_ids, model, self.config.validity)
+    ) -> ZeroShotScorer:
+        return ZeroShotScorer(self.probe, self.weight, self.bias, end_ids)
 
     @property
     def tokens_per_cut(self) -> int:
@@ -86,7 +104,64 @@ class ZeroShotJudge:
 
     @property
     def fingerprint(self) -> str:
-        return judge_fingerprint((self.config.to_dict(),), (self.head.state_dict(),))
+        read_out = {"weight": self.weight, "bias": self.bias}
+        return judge_fingerprint((self.config.to_dict(), asdict(self.probe)), (read_out,))
+
+
+class ZeroShotScorer:
+    """A `Scorer` that appends the question behind each cut.
+
+    Args:
+        probe: the question.
+        weight, bias: `preference`.
+        end_ids: the target's end tokens.
+    """
+
+    k, by_token, first_tokens = 0, False, 0
+
+    def __init__(self, probe: Probe, weight: Tensor, bias: Tensor, end_ids: Collection[int]) -> None:
+        self._probe, self._weight, self._bias, self._end_ids = probe, weight, bias, end_ids
+
+    def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing:
+        draft, start = reading.draft, len(reading.context)
+        visible = [start + self._probe.shown(draft, cut, self._end_ids) for cut in reading.cuts or ()]
+        return probes(self._probe.ids, visible, start + len(draft), device)
+
+    def score(self, reading: Reading, carried: Carried) -> Verdict:
+        cuts = list(reading.cuts or ())
+        assert reading.trailing is not None
+        states = reading.trailing[readout_index(len(cuts), len(self._probe.ids))]
+        logits = states.float() @ self._weight + self._bias
+        return Verdict(cuts=cuts, validity=logits.sigmoid().tolist())
+
+
+@torch.no_grad()
+def preference(model: PreTrainedModel, yes_id: int, no_id: int) -> tuple[Tensor, Tensor]:
+    """Return w [H] and b [], float32: after the final-norm state h, w · h + b is the logit of `yes_id` minus that of
+    `no_id`. A final soft-cap is ignored, because it bends both logits alike."""
+    output, scale = model.get_output_embeddings(), logit_scale(model)
+    weight = (output.weight[yes_id].float() - output.weight[no_id].float()) * scale
+    bias = getattr(output, "bias", None)
+    if bias is None:
+        return weight, weight.new_zeros(())
+    return weight, (bias[yes_id].float() - bias[no_id].float()) * scale
+
+
+def verbalizer_ids(tokenizer: PreTrainedTokenizerBase, question: str, words: Sequence[str]) -> tuple[int, ...]:
+    """Return the first token of each word after `question`.
+
+    Raises:
+        ValueError: two words begin with the same token.
+    """
+    probe = tokenizer.encode(question, add_special_tokens=False)
+    ids = []
+    for word in words:
+        joined = tokenizer.encode(question + word, add_special_tokens=False)
+        continues = joined[: len(probe)] == probe and len(joined) > len(probe)
+        ids.append(joined[len(probe)] if continues else tokenizer.encode(word, add_special_tokens=False)[0])
+    if len(set(ids)) < len(ids):
+        raise ModelError(f"the verbalizer words {' and '.join(words)} begin with the same token: choose other words")
+    return tuple(ids)
 
 
 def question_probe(tokenizer: PreTrainedTokenizerBase, question: str) -> Probe:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from parse_infer.errors import ModelError
@@ -68,25 +66,21 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ModelError(f"{type(model).__name__} has no ModuleList of {n} layers: choose another model")
 
 
-def output_layer(model: PreTrainedModel, tokens: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Return the function from final-norm hidden states [..., H] to logits [..., V], with the model's scale and cap.
+def logit_scale(model: PreTrainedModel) -> float:
+    """Return the factor between the output layer's result and the logits: Cohere multiplies, Granite divides."""
+    config = text_config(model)
+    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
 
-    Args:
-        tokens: int64 [n]; compute logits [..., n] of these tokens only, from a copy of their rows.
-    """
-    lm_head, config = model.get_output_embeddings(), text_config(model)
-    if tokens is not None:
-        rows = lm_head.weight.detach()[tokens]
-        bias = None if getattr(lm_head, "bias", None) is None else lm_head.bias.detach()[tokens]
-        lm_head = partial(linear, weight=rows, bias=bias)
-    # Cohere multiplies its logits, Granite divides them, Gemma caps them.
-    multiplier = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    softcap = getattr(config, "final_logit_softcapping", None)
+
+def output_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return the map from final-norm hidden states [..., H] to logits [..., V], with the model's scale and cap."""
+    lm_head, scale = model.get_output_embeddings(), logit_scale(model)
+    softcap = getattr(text_config(model), "final_logit_softcapping", None)  # of Gemma
 
     def logits(hidden: Tensor) -> Tensor:
         result = lm_head(hidden)
-        if multiplier != 1:
-            result = result * multiplier
+        if scale != 1:
+            result = result * scale
         return result if softcap is None else torch.tanh(result / softcap) * softcap
 
     return logits

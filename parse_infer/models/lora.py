@@ -23,7 +23,7 @@ from parse_infer.models.fingerprint import describe_target, fingerprint, same_we
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_VALIDITY_CONFIG = "validity_config.json"  # a validity adapter holds a LoRA too, for its probe tokens alone
+_VALIDITY_CONFIG = "validity_config.json"  # a validity adapter may hold a LoRA too, for its second stream alone
 _BASE = "base_model.json"
 _TEMPLATE = "chat_template.jinja"
 _WAY_OUT = "export or download the LoRA again"
@@ -34,6 +34,7 @@ _UNSUPPORTED = (
     "use_dora",
     "use_qalora",
     "use_bdlora",
+    "alora_invocation_tokens",
     "lora_bias",
     "modules_to_save",
     "layer_replication",
@@ -132,7 +133,7 @@ def read_lora(folder: Path) -> Lora:
         raise ModelError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
     config = read_json(folder / _CONFIG, _WAY_OUT)
     try:
-        check_lora_options(config, also=("alora_invocation_tokens",))
+        check_lora_options(config)
     except ValueError as error:
         raise ModelError(f"The LoRA {folder} cannot be merged into its base: {error}.") from error
     if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:

@@ -66,8 +66,7 @@ class GenerationSettings:
         ge=1,
     )
     """Judges that score segments, not tokens, turn "auto" into "whole"; in blocks of a number the target then writes a
-    segment. An adapter with a probe and token doubt also turns "auto" into "whole", and refuses a number. If a draft
-    server returns no log-probabilities, "auto" drafts the rest of the answer; else see
+    segment. If a draft server returns no log-probabilities, "auto" drafts the rest of the answer; else see
     `parse_infer.decoding.block_length`. A given draft text is always read whole. None means "whole", the published
     method (PARSE, arXiv 2605.04263)."""
     strict_tokens: int = setting(

@@ -35,8 +35,7 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
     data: str = field(
         default="",
         metadata={
-            "help": "Labelled drafts: a folder written by `parse-data build`, or for a head on hidden states also a "
-            ".jsonl file or the Hub id of a process-supervision set (required)."
+            "help": "Labelled drafts with log-probabilities: a folder written by `parse-data build` (required)."
         },
     )
     eval_data: str | None = field(
@@ -45,10 +44,7 @@ class JudgeTrainingConfig(TrackedTrainingConfig):
     )
     eval_share: float = field(default=0.1, metadata={"help": "Share of the problems held out for evaluation."})
     max_length: int = field(
-        default=1024,
-        metadata={
-            "help": "Maximum tokens of prompt and draft (recipe logprob: draft alone); longer rows are left out."
-        },
+        default=1024, metadata={"help": "Maximum tokens of a draft without its prompt; longer drafts are left out."}
     )
     template_options: dict[str, Any] = field(
         default_factory=dict,

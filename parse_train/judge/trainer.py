@@ -20,7 +20,6 @@ from parse_train.training_config import IGNORED
 
 if TYPE_CHECKING:
     from parse_train.judge.logprob.model import LogprobModel
-    from parse_train.judge.probe.model import ValidityModel
     from parse_train.judge.stream.model import StreamModel
 
 
@@ -32,11 +31,11 @@ class ValidityTrainer(Trainer):
     """
 
     args: JudgeTrainingConfig
-    model: ValidityModel | LogprobModel | StreamModel
+    model: LogprobModel | StreamModel
 
     def __init__(
         self,
-        model: ValidityModel | LogprobModel | StreamModel,
+        model: LogprobModel | StreamModel,
         args: JudgeTrainingConfig,
         train_dataset: ValidityDataset,
         eval_dataset: ValidityDataset,

@@ -7,23 +7,22 @@ from collections.abc import Callable
 import pytest
 
 from parse_infer.engine import ParseEngine
-from tests.parse_infer.language_models import language_model, printable, resembling, word_tokenizer
+from tests.parse_infer.language_models import language_model, printable, resembling, short_question, word_tokenizer
 
 
 @pytest.fixture
-def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
-    """`make_engine(noise=…)`: a random target and adapter with a draft model that resembles the target."""
+def make_engine(make_model, tokenizer) -> Callable[..., ParseEngine]:
+    """`make_engine(noise=…)`: a random target that judges segments, with a draft model that resembles the target."""
 
     def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
         model = printable(make_model("llama"), tokenizer)
-        adapter = random_adapter(model, token_rank=0)  # so that validity may rise again after a failure
         draft = printable(resembling(make_model, model, noise), tokenizer)
         draft.config.max_position_embeddings = draft_window
         target_model, draft_model = (
             language_model(model, tokenizer, "target"),
             language_model(draft, tokenizer, "draft"),
         )
-        return ParseEngine.from_models(target_model, draft_model, adapter, **options)
+        return ParseEngine.from_models(target_model, draft_model, short_question(model, tokenizer), **options)
 
     return make
 

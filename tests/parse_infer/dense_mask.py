@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parse_infer.judge.probe.packing import probe_mask
+from parse_infer.judge.packing import probe_mask
 
 
 def dense_mask(past: int, causal: int, visible: Tensor, probe_len: int, window: int | None = None) -> Tensor:

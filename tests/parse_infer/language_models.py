@@ -14,10 +14,21 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from parse_infer.judge.zero_shot import WORDS, ZeroShotJudge
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.text.cuts import CutPolicy
 from parse_infer.text.detokenizer import encode_continuation
 from parse_infer.text.prompts import render_prompt
 from parse_zoo.train.vocabulary_pruning import pruned
+
+QUESTION_LEN = 4  # tokens: the end of the answer, the user's turn, "?", the next answer
+
+
+def short_question(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, words: tuple[str, str] = WORDS
+) -> ZeroShotJudge:
+    """A judge that asks after every fourth token, so that validity may rise again after a failure."""
+    return ZeroShotJudge(model, tokenizer, CutPolicy("tokens", every=4), question="?", words=words)
 
 
 def printable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -117,7 +117,7 @@ def test_lossless_speculation_needs_no_judge(make_engine, block_tokens):
 
 def test_statistics_say_what_blocks_became(make_engine):
     engine = make_engine()
-    for given, became in ((4, 4), ("whole", "whole"), ("auto", "whole")):  # the adapter's probe judges segments
+    for given, became in ((4, 4), ("whole", "whole"), ("auto", "whole")):  # the judge asks behind segments
         stats = engine.generate(PROMPT, max_new_tokens=20, threshold=0.0, block_tokens=given).stats
         assert stats.block_tokens == became and sum(stats.blocks) == stats.draft_tokens > 0
         assert len(stats.blocks) == stats.verification_passes and max(stats.blocks) <= (4 if given == 4 else 20)

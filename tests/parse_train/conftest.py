@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from data_tools.labels.backends import LocalWriter
+from data_tools.labels.logprobs import add_logprobs
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import load_language_model
+from parse_infer.text.cuts import CutPolicy
+
 
 @pytest.fixture(scope="session")
 def build_rows(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
@@ -57,24 +63,38 @@ def training_folder(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PreTrainedTokenizerFast,
     make_model: Callable[..., Any],
+    random_adapter: Callable[..., Any],
     build_rows: list[dict[str, Any]],
     write_jsonl: Callable[[Path, list[Any]], Path],
 ) -> Path:
-    """A folder with target/, data/ and recipe.yaml: 6 steps of 4 drafts, a checkpoint every 2 steps."""
+    """A folder with target/, first/ (an adapter on log-probabilities), build/ and recipe.yaml: 6 steps of 4 drafts, a
+    checkpoint every 2 steps."""
     folder = tmp_path_factory.mktemp("training")
     make_model("llama_gqa").save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
+    lm = load_language_model(folder / "target", role="target", device="cpu", dtype="float32")
+    random_adapter(lm.model).save_pretrained(folder / "first")
     half = len(build_rows) // 2
-    write_jsonl(folder / "data" / "shard-0.jsonl", build_rows[:half])
-    write_jsonl(folder / "data" / "shard-1.jsonl", build_rows[half:])
+    for name, rows in (("train-000000-000008", build_rows[:half]), ("train-000008-000016", build_rows[half:])):
+        write_jsonl(folder / "build" / "data" / f"{name}.jsonl", rows)
+    config = {"cut_policy": CutPolicy().to_dict(), "target": str(folder / "target")}
+    facts = {"config": config, "models": {"target": describe_target(lm.model)}}
+    (folder / "build" / "build.json").write_text(json.dumps(facts))
+    add_logprobs(folder / "build", lambda: LocalWriter(lm, 5), 3)
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         f"""#!/usr/bin/env -S python -m parse_train
-recipe: validity
+recipe: stream
+start_from: {folder}/first
 target: {folder}/target
-data: {folder}/data
+data: {folder}/build
 output_dir: {folder}/out
-probe_text: "<|user|>?"
+calibration_problems: 0
+min_wrong_drafts: 1
+doubt_floor: -20
+noise: 0  # random numbers would differ between one process and two
+certain_share: 0
+stream_dropout: 0
 lora_rank: 4
 lora_alpha: 8
 learning_rate: 5e-3

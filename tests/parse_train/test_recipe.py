@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from data_tools.recipe_parser import parse_recipe
 from parse_train.__main__ import main
 from parse_train.judge.config import NOT_SUPPORTED
-from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.stream.config import StreamTrainingConfig
 from parse_train.recipe import load_recipe
 from parse_train.training_config import TrainingConfig
 
@@ -27,12 +27,12 @@ TRAININGS = sorted(path for path in REPOSITORY.glob("recipes/**/*.yaml") if "\nr
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text("recipe: validity\ntarget: some/target\ndata: rows.jsonl\noutput_dir: out\nlearning_rate: 3e-4\n")
+    path.write_text("recipe: stream\nstart_from: some/adapter\ndata: build\noutput_dir: out\nlearning_rate: 3e-4\n")
     return path
 
 
-def parse(recipe: Path, *overrides: str) -> ValidityTrainingConfig:
-    (config,) = parse_recipe(recipe, ["--report_to", "none", *overrides], [ValidityTrainingConfig], "parse_train")
+def parse(recipe: Path, *overrides: str) -> StreamTrainingConfig:
+    (config,) = parse_recipe(recipe, ["--report_to", "none", *overrides], [StreamTrainingConfig], "parse_train")
     return config
 
 
@@ -84,8 +84,8 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
         ("label_smoothing_factor: 0.1", "label_smoothing_factor is not supported here: the head learns yes or no"),
         ("fp16: true", "fp16 is not supported here: use bf16"),
         ("save_only_model: true", "save_only_model is not supported"),
-        ("recipe: validty", "unknown recipe validty; did you mean 'validity'?"),
-        ("target: ''", "the recipe needs the key target"),
+        ("recipe: streem", "unknown recipe streem; did you mean 'stream'?"),
+        ("start_from: ''", "the recipe needs the key start_from"),
         ("a: [", "is not valid YAML in line"),
         ("env: 3", "env must be a mapping"),
     ],
@@ -105,9 +105,8 @@ def test_a_mistake_is_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[s
         (["--lora-rnk", "3"], "unknown key lora_rnk; did you mean 'lora_rank'?"),
         (["--lora_rnk=3"], "did you mean 'lora_rank'?"),
         (["stray"], "'stray' follows no option"),
-        (["--target", "/nowhere/target"], "There is no folder '/nowhere/target'"),
-        (["--target", "/nowhere/target", "--data", "none.jsonl"], "no labelled data at none.jsonl"),
-        (["--target", "/nowhere/target", "--eval_data", "none.jsonl"], "no labelled data at none.jsonl"),
+        (["--start_from", "/nowhere/adapter"], "There is no folder '/nowhere/adapter'"),
+        (["--start_from", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_a_mistake_on_the_command_line(
@@ -118,7 +117,6 @@ def test_a_mistake_on_the_command_line(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(recipe.parent)
-    Path("rows.jsonl").touch()
     assert main([str(recipe), "--report_to", "none", *arguments]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -131,7 +129,7 @@ def test_without_a_recipe(capsys: pytest.CaptureFixture[str], arguments: list[st
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "validity" in capsys.readouterr().out
+    assert "stream" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", TRAININGS, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -147,7 +145,7 @@ def test_the_recipes_of_the_repository_are_programs(path: Path) -> None:
     _, config = load_recipe(path, ["--report_to", "none"])
     given: dict[str, Any] = yaml.safe_load(path.read_text())
     assert config.learning_rate == float(given["learning_rate"])
-    sizes = given.keys() & {"lora_rank", "token_rank", "max_length"}
+    sizes = given.keys() & {"lora_rank", "max_length"}
     assert sizes and all(getattr(config, key) == given[key] for key in sizes)
 
 
@@ -175,9 +173,9 @@ def test_what_shards_the_target_is_refused_before_any_work(
     for key, value in environment.items():
         monkeypatch.setenv(key, value.replace("FILE", str(tmp_path / "zero.json")))
     options = {k: str(tmp_path / "zero.json") if v == "FILE" else v for k, v in options.items()}
-    monkeypatch.setattr(ValidityTrainingConfig, "device", property(lambda config: pytest.fail("the processes meet")))
+    monkeypatch.setattr(StreamTrainingConfig, "device", property(lambda config: pytest.fail("the processes meet")))
     with pytest.raises(ValueError, match=f"{name} shards .*recipes/accelerate/gpu-ddp.yaml") as refused:
-        ValidityTrainingConfig(target="t", data="d", output_dir="o", report_to="none", use_cpu=True, **options)
+        StreamTrainingConfig(start_from="a", data="d", output_dir="o", report_to="none", use_cpu=True, **options)
     assert "\n" not in str(refused.value)
 
 

@@ -39,14 +39,14 @@ def test_a_known_kind_is_found_however_it_is_written(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"a: 1\n", "needs the key recipe, one of validity, logprob"),
+        (b"a: 1\n", "needs the key recipe, one of logprob, stream"),
         (b"recipe: logprb\n", "unknown recipe logprb; did you mean 'logprob'?"),
         (b"recipe: [logprob]\n", "unknown recipe ['logprob']"),
         (b"recipe:\n", "needs the key recipe"),
         (b"a: [1, 2\n", "is not valid YAML in line"),
         (b"", "must be a YAML mapping"),
-        (b"# recipe: validity\n", "must be a YAML mapping"),
-        (b"- recipe: validity\n", "must be a YAML mapping"),
+        (b"# recipe: stream\n", "must be a YAML mapping"),
+        (b"- recipe: stream\n", "must be a YAML mapping"),
         (b"\xff\xfe\x00", "is not valid YAML"),
         (b"task: gsm_symbolic\ntarget: x\nlimit: 3\n", "is a recipe for data: parse-data build "),
         (b"task: gsm_symbolic\ntarget: x\nlimt: 3\n", "is a recipe for data: parse-data build "),
@@ -72,7 +72,7 @@ def test_other_paths_are_left_to_other_hooks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_python_runs_a_recipe_and_its_arguments_arrive(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("recipe: validity\ntarget: x\n")
+    recipe.write_text("recipe: stream\ntarget: x\n")
     result = python(recipe, "--nonsense", "3")
     assert result.returncode == 2
     assert "unknown key nonsense" in result.stderr and len(result.stderr.strip().splitlines()) == 1
@@ -85,7 +85,7 @@ def test_the_hook_is_there_at_start_up_and_imports_nothing() -> None:
 
 def test_runpy_runs_a_recipe_as_python_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("recipe: validity\n")
+    recipe.write_text("recipe: stream\n")
     monkeypatch.setattr(sys, "argv", [str(recipe), "--help-me"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(recipe), run_name="__main__")

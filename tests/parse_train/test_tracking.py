@@ -13,7 +13,7 @@ import pytest
 from parse_infer import tracking
 from parse_infer.tracking import RunOptions
 from parse_train import training_run
-from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from tests import wandb_runs
 from tests.wandb_runs import offline_runs
 
@@ -21,11 +21,11 @@ PAIR = ("zoo:target", "/home/me/runs/draft", None)
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ValidityTrainingConfig:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LogprobTrainingConfig:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return ValidityTrainingConfig(target="t", data="d", output_dir=str(tmp_path / "out"), report_to="wandb")
+    return LogprobTrainingConfig(data="d", output_dir=str(tmp_path / "out"), report_to="wandb")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_without_a_key_runs_are_logged_offline_with_a_note(
-    config: ValidityTrainingConfig, modes: list[str], capsys: pytest.CaptureFixture[str]
+    config: LogprobTrainingConfig, modes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     training_run.start(config, PAIR)
     assert modes == ["offline"]
@@ -46,7 +46,7 @@ def test_without_a_key_runs_are_logged_offline_with_a_note(
     assert config.report_to == ["wandb"]
 
 
-def test_a_resumed_training_continues_its_run(config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_training_continues_its_run(config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The id is kept in output_dir. A training that begins anew is another run, and a user's own id is respected."""
     wandb = pytest.importorskip("wandb")
     asked: list[tuple[str | None, str]] = []
@@ -63,7 +63,7 @@ def test_a_resumed_training_continues_its_run(config: ValidityTrainingConfig, mo
 
 @pytest.mark.parametrize("artifacts", ["none", "reference", "upload"])
 def test_files_leave_the_machine_only_if_requested(
-    config: ValidityTrainingConfig, artifacts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: LogprobTrainingConfig, artifacts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offline: what `wandb sync` would send. A reference is a name and a hash."""
     pytest.importorskip("wandb")
@@ -97,7 +97,7 @@ def test_files_leave_the_machine_only_if_requested(
 
 
 def test_a_tracker_that_fails_later_stops_nothing(
-    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -114,7 +114,7 @@ def test_a_tracker_that_fails_later_stops_nothing(
 
 
 def test_a_key_is_found_where_login_puts_it(
-    config: ValidityTrainingConfig, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: LogprobTrainingConfig, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not tracking.has_key()
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
@@ -129,7 +129,7 @@ def test_a_key_is_found_where_login_puts_it(
 
 
 def test_a_tracker_that_cannot_start_stops_nothing(
-    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = pytest.importorskip("wandb")
     asked: list[str] = []
@@ -150,7 +150,7 @@ def test_a_tracker_that_cannot_start_stops_nothing(
 
 
 def test_training_runs_without_the_package(
-    config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     training_run.start(config, PAIR)
@@ -183,7 +183,7 @@ def test_artifacts_of_two_pairs_have_two_names(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_says_what_it_is(config: ValidityTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_what_it_is(config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     training_run.start(config, PAIR)
@@ -191,6 +191,6 @@ def test_a_run_says_what_it_is(config: ValidityTrainingConfig, monkeypatch: pyte
     [(_, records)] = offline_runs(Path(str(config.output_dir)))
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     assert run.job_type == "train" and run.run_group.startswith("zoo-target-runs-draft-")
-    assert set(run.tags) == {"validity", "zoo-target", "runs-draft"}
+    assert set(run.tags) == {"logprob", "zoo-target", "runs-draft"}
     known = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert known["kind"] == "validity" and known["models"] == list(PAIR[:2])
+    assert known["kind"] == "logprob" and known["models"] == list(PAIR[:2])

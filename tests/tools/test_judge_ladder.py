@@ -70,7 +70,7 @@ def test_a_better_rung_is_told_from_a_worse_one(drafts, tmp_path):
 def test_a_rule_scores_a_prefix_by_its_lowest_token():
     own, top = torch.tensor([-0.1, -2.0, -0.5]), torch.tensor([[-0.1], [-0.5], [-0.5]])
     found = TokenLogprobs(torch.tensor([1, 2, 3]), own, torch.tensor([[1], [9], [3]]), top)
-    row = LabelledDraft("row 1", "?", ["a", "b"], [True, False], [None] * 2, [1.0] * 2, cuts=[1, 3])
+    row = LabelledDraft("row 1", "?", ["a", "b"], [True, False], [None] * 2, [1.0] * 2, [1, 2, 3], [1, 3])
     scores = {name: score_by_rule(rule, [ReadDraft(row, found)]).scores.tolist() for name, rule in RULES.items()}
     assert scores["lowest log-probability"] == [pytest.approx([-0.1, -2.0])]
     assert scores["min-p"] == [pytest.approx([0.0, -1.5])]

@@ -21,7 +21,7 @@ from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts
 from parse_infer.models.names import resolve
 from tools.long_answers import JOINED, held_out, join, main, measure, validities
 
-CONFIG = ValidityConfig(probe_ids=(), probe_text="", target={}, logprobs={})
+CONFIG = ValidityConfig(target={}, logprobs={})
 
 
 def draft(number: int, *, right: bool, length: int = 6) -> ReadDraft:
@@ -82,7 +82,10 @@ def test_only_whole_drafts_of_problems_that_the_judge_never_saw_count(monkeypatc
         (["empty", "--adapter", "zoo:adapter", "--texts", "0"], "--texts is 0; it must be at least 1"),
         (["other", "--adapter", "zoo:adapter"], "does not fit 'another': it expects hidden_size 256, not 8"),
         (["empty", "--adapter", "zoo:none"], "'zoo:none' is not an embedded model"),
-        (["empty", "--adapter", "hidden"], "hidden reads hidden states: name an adapter on log-probabilities"),
+        (
+            ["empty", "--adapter", "judge"],
+            "judge reads a second stream: name the one it was trained from, runs/log",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -100,7 +103,7 @@ def test_mistakes_are_one_sentence(
     target = {**read_adapter(resolve("zoo:adapter")).validity_config["target"], "name": "another", "hidden_size": 8}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "build.json").write_text(json.dumps({"config": {}, "models": {"target": target}}))
-    random_adapter(make_model("llama")).save_pretrained(tmp_path / "hidden")
+    random_adapter(make_model("llama"), stream=True).save_pretrained(tmp_path / "judge")
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and len(error.strip().splitlines()) == 1

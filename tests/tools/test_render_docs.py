@@ -194,28 +194,6 @@ def test_mistakes_are_one_sentence_with_the_line(root, text, sentence, capsys):
     assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_judges_are_compared_in_a_table_of_their_own(root):
-    """A figure that is missing leaves its cell empty."""
-    rival = {"auroc": 0.5, "auprc": 0.75, "first_error_f1": None, "false_accepts": 0.3, "cost": None}
-    rival |= {f"{name}_ci": None for name in rival}
-    ours = {"auroc": 0.9, "auprc": 0.97, "first_error_f1": 0.71, "false_accepts": 0.05, "cost": 1.234}
-    ours |= {"auroc_ci": [0.88, 0.92], "auprc_ci": None, "first_error_f1_ci": None, "false_accepts_ci": [0.04, 0.06]}
-    environment = ENVIRONMENT | {"drafts": 1200, "temperature": 0.0, "command": "python -m x"}
-    results = {"environment": environment, "acceptance": 0.7, "oracle_acceptance": 0.8125}
-    file = root / "docs" / "results" / "judges.json"
-    write_results(file, results | {"judges": {"trained": ours, "rival": rival}})
-    (root / "README.md").write_text("<!-- results: docs/results/judges.json table=judges -->\n<!-- end -->\n")
-    update(root)
-    lines = (root / "README.md").read_text().splitlines()
-    assert "| trained | 0.900 [0.880, 0.920] | 0.970 | 0.710 | 5.0 [4.0, 6.0] | 1.23× |" in lines
-    assert "| rival | 0.500 | 0.750 |  | 30.0 |  |" in lines
-    assert lines[-3].startswith("1,200 held-out drafts at temperature 0 of 40 problems; Some CPU, 2 cores, 1 thread")
-    assert "keeps 70.0 % of the draft tokens (a perfect one keeps 81.2 %)" in lines[-3]
-    (root / "README.md").write_text("<!-- results: docs/results/bench.json table=judges -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="has no key 'judges'"):
-        update(root)
-
-
 def test_a_calibration_in_halves_has_a_table_and_a_figure(root):
     """A promise that no half makes is in the table, and no point of the figure."""
     shown = {"resume": "finish", "risk": 0.05, "shown": 1.0, "lost": 0.031, "lost_range": [0.02, 0.045], "above": 0.04}

@@ -109,11 +109,7 @@ class LocalBackend:
         return describe_machine(self.target.model.device) | compiled
 
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        """Refuse blocks of a judge that reads whole drafts only; "auto" is "whole" for such a judge."""
-        if not isinstance(settings.block_tokens, int) or settings.mode == "exact" or (settings.threshold or 0) > 1:
-            return
-        if self.verifier.scorer is not None:
-            self.verifier.scorer.check_blocks(settings.block_tokens)
+        """Do nothing: this backend serves all settings."""
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens

@@ -232,11 +232,6 @@ def _judge(
         return LogprobReads(MinP().load(language.tokenizer).config, None, max_read_tokens), CutPolicy(), None
     config = ValidityConfig.from_dict(adapter.validity_config)
     check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
-    if config.logprobs is None:
-        raise SettingsError(
-            f"the adapter {str(adapter.folder)!r} reads the target's hidden states, which servers do not return: "
-            "train one on log-probabilities (recipes/train-logprob.yaml), or use the local backend"
-        )
     if config.stream is not None:
         raise SettingsError(
             f"the adapter {str(adapter.folder)!r} reads a second stream of the target, which servers do not run: use "

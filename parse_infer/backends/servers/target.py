@@ -53,7 +53,7 @@ class Target:
         self.questions = judge if isinstance(judge, ZeroShotRequests) else None
         self.language = language
         self.servers = servers
-        tokens_per_cut = 0 if self.questions is None else len(self.questions.question)
+        tokens_per_cut = 0 if self.questions is None else self.questions.tokens_per_cut
         self.segmenter = Segmenter(language.tokenizer, cut_policy, tokens_per_cut)
         self.tokens_after_draft = 0 if judge is None else tokens_per_cut + 1
 

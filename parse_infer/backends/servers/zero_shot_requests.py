@@ -9,8 +9,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from parse_infer.errors import ServerError
-from parse_infer.judge.probe.head import verbalizer_ids
-from parse_infer.judge.zero_shot import QUESTION, WORDS, question_probe
+from parse_infer.judge.zero_shot import QUESTION, WORDS, question_probe, verbalizer_ids
 
 TOP = 20  # vLLM's limit; other servers may have less
 
@@ -27,19 +26,20 @@ class ZeroShotRequests:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], top: int = TOP) -> None:
-        probe = question_probe(tokenizer, QUESTION)
-        self.question = probe.ids
-        self._end_ids = frozenset(end_ids) if probe.closes_turn else frozenset()  # the question ends the turn itself
-        self._answers = verbalizer_ids(tokenizer, probe.text, WORDS)
+        self._probe, self._end_ids = question_probe(tokenizer, QUESTION), end_ids
+        self._answers = verbalizer_ids(tokenizer, self._probe.text, WORDS)
         self._texts = {cast("str", tokenizer.decode([id])): id for id in self._answers}
         self._top = top
 
+    @property
+    def tokens_per_cut(self) -> int:
+        """Number of tokens of the question."""
+        return len(self._probe.ids)
+
     def request(self, context: Sequence[int], draft: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:
         """Body of a `POST /v1/completions` about the prefixes of a draft."""
-        prompts = []
-        for cut in cuts:
-            shown = cut - 1 if cut and draft[cut - 1] in self._end_ids else cut
-            prompts.append([*context, *draft[:shown], *self.question])
+        shown = [self._probe.shown(draft, cut, self._end_ids) for cut in cuts]
+        prompts = [[*context, *draft[:n], *self._probe.ids] for n in shown]
         tokens = {"max_tokens": 1, "temperature": 0, "return_tokens_as_token_ids": True}
         return {"prompt": prompts, "logprobs": self._top, **tokens}
 

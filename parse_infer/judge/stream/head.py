@@ -6,7 +6,7 @@
     LoRA           on at d′ only
 
 The draft's own keys were computed to predict the next token. Those of the second stream are trained to judge, and are
-dropped after the pass. The layout is that of one probe whose tokens are the draft (`parse_infer.judge.probe.packing`).
+dropped after the pass. The layout is that of one probe whose tokens are the draft (`parse_infer.judge.packing`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, silu
 
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
-from parse_infer.judge.probe.head import in_float32
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, in_float32
 from parse_infer.judge.token_logprobs import TokenTexts
 
 
@@ -45,9 +44,6 @@ class StreamHead(nn.Module):
         trunk: reads the log-probabilities; not trained further.
         config: sizes.
     """
-
-    tokens = None  # no `TokenDoubt`
-    weight = None  # no probe
 
     def __init__(self, trunk: LogprobHead, config: StreamHeadConfig) -> None:
         super().__init__()

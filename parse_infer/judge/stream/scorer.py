@@ -12,9 +12,9 @@ from torch import Tensor
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.logprob_head import LogprobScorer
-from parse_infer.judge.probe.lora import ProbeLoRA
-from parse_infer.judge.probe.packing import probes
+from parse_infer.judge.packing import probes
 from parse_infer.judge.stream.head import StreamHead
+from parse_infer.judge.stream.lora import StreamLoRA
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.usual_drafts import UsualDrafts
 from parse_infer.models.decoder import Trailing
@@ -36,7 +36,7 @@ class StreamScorer(LogprobScorer):
     def __init__(
         self,
         head: StreamHead,
-        lora: ProbeLoRA,
+        lora: StreamLoRA,
         texts: TokenTexts,
         usual: UsualDrafts | None = None,
         to_validity: Callable[[Tensor], Tensor] = torch.sigmoid,

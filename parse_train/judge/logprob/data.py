@@ -21,7 +21,11 @@ from parse_train.training_config import IGNORED
 
 @dataclass(frozen=True)
 class LogprobExample:
-    """One labelled draft; the fields are those of `ValidityExample`, with log-probabilities instead of tokens."""
+    """One labelled draft.
+
+    `cuts` are token offsets in the draft; `weights` are loss weights from 0 to 1.
+    `problem` identifies the problem.
+    """
 
     logprobs: TokenLogprobs
     cuts: list[int]
@@ -43,7 +47,6 @@ class LogprobExample:
     @classmethod
     def of(cls, draft: ReadDraft, k: int) -> LogprobExample:
         row, stored = draft.row, draft.logprobs
-        assert row.cuts is not None
         logprobs = TokenLogprobs(stored.ids, stored.own, stored.top_ids[:, :1].clone(), stored.top[:, :k].clone())
         # An error costs what the target would have got right: nothing, where it fails alone.
         cost = 1.0 if row.target_value is None else row.target_value
@@ -85,7 +88,7 @@ def load_datasets(
         if len(eval_rows) < before and config.process_index == 0:
             print(f"note: start_from has learnt the problems of {before - len(eval_rows)} held-out drafts: left out")
     train, evaluation = (
-        [LogprobExample.of(drafts[id(row)], k) for row in some if len(row.draft_ids or []) <= config.max_length]
+        [LogprobExample.of(drafts[id(row)], k) for row in some if len(row.draft_ids) <= config.max_length]
         for some in (train_rows, eval_rows)
     )
     for name, examples in (("for training", train), ("for evaluation", evaluation)):

@@ -89,8 +89,7 @@ def first_head(config: LogprobTrainingConfig) -> tuple[LogprobHead, set[str]]:
         return LogprobHead(config.head), set()
     files = read_adapter(resolve(config.start_from))
     facts = ValidityConfig.from_dict(files.validity_config)
-    if facts.logprobs is None:
-        raise ParseError(f"start_from {config.start_from} reads hidden states: name an adapter on log-probabilities")
+    assert facts.logprobs is not None
     for key in ("k", "width", "text_size", "buckets"):
         if (size := facts.logprobs["head"][key]) != getattr(config, key):
             raise ParseError(f"start_from {config.start_from} has {key} {size}, not {getattr(config, key)}: set {key}")
@@ -124,8 +123,6 @@ def describe(
     context = language.render(known.row.prompt)
     reference = {"ids": [*context, *known.logprobs.ids[: len(own)].tolist()], "logprobs": [round(x, 4) for x in own]}
     return ValidityConfig(
-        probe_ids=(),
-        probe_text="",
         target=build.target,
         logprobs={"reads": reads, "reference": reference, "usual": usual.to_dict()},
         cut_policy=CutPolicy.from_dict(config.cut_policy).to_dict(),

@@ -7,25 +7,27 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.probe.packing import probe_mask, probe_positions
+from parse_infer.judge.packing import probe_mask, probe_positions
 from parse_infer.judge.stream.head import StreamHead
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.architecture import decoder_layers, layer_windows
 from parse_infer.models.attention import enable_split_attention, layer_masks
 from parse_train.judge.logprob.model import TokenModel
-from parse_train.judge.probe.activated_lora import ADAPTER, LoraOptions, attach_lora
-from parse_train.judge.probe.context_cache import ContextCache
-from parse_train.judge.probe.model import drop_frozen, ignore_missing_frozen
+from parse_train.judge.stream.context_cache import ContextCache
+from parse_train.judge.stream.lora import ADAPTER, LoraOptions, attach_lora
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
 
 
 class StreamModel(TokenModel):
@@ -55,6 +57,7 @@ class StreamModel(TokenModel):
     ) -> None:
         super().__init__(texts, noise, certain_share)
         self.head = head.to(target.device)
+        self._trunk = copy.deepcopy(head.trunk.state_dict())  # DeepSpeed rounds the module's own weights
         enable_split_attention(target)
         self.windows = layer_windows(target)
         self.target: PeftModel = attach_lora(target, lora or LoraOptions())
@@ -160,8 +163,23 @@ class StreamModel(TokenModel):
 
     @torch.no_grad()
     def round_adapter(self, dtype: torch.dtype) -> None:
-        """Round the LoRA's weights to values of `dtype`, and export them in `dtype`."""
+        """Round the LoRA's weights to values of `dtype`, and export them in `dtype`. The trunk gets its exact weights
+        back."""
         self.adapter_dtype = dtype
+        self.head.trunk.float().load_state_dict(self._trunk)
         for parameter in self.target.parameters():
             if parameter.requires_grad:
                 parameter.copy_(parameter.to(dtype))
+
+
+def drop_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Hook of a state dict that leaves frozen parameters out."""
+    kept = {prefix + name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in [name for name in state if name.startswith(prefix) and name not in kept]:
+        del state[name]
+
+
+def ignore_missing_frozen(module: nn.Module, incompatible: _IncompatibleKeys) -> None:
+    """Hook of loading a state dict of `drop_frozen`."""
+    needed = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in needed]

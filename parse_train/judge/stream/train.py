@@ -26,10 +26,10 @@ from parse_train import checkpoints, training_run
 from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.data import load_datasets
 from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
-from parse_train.judge.probe.activated_lora import LoraOptions
 from parse_train.judge.request_risk import calibrate_requests
 from parse_train.judge.stream.config import StreamTrainingConfig
 from parse_train.judge.stream.data import StreamCollator
+from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.trainer import ValidityTrainer
 from parse_train.judge.training import begin, finish, served_drafts

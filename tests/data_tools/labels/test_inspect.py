@@ -18,7 +18,8 @@ from data_tools.labels.summary import summarise_labels
 
 def row(labels: list[bool], **more: Any) -> dict[str, Any]:
     segments = [f"step {i}\n" for i in range(len(labels))]
-    return {"prompt": "How many?", "completions": segments, "labels": labels} | more
+    tokens = {"draft_ids": [1] * len(labels), "cuts": [*range(1, len(labels) + 1)]}
+    return {"prompt": "How many?", "completions": segments, "labels": labels} | tokens | more
 
 
 @pytest.fixture
@@ -37,21 +38,21 @@ def folder(tmp_path: Path) -> Path:
 def printed(folder: Path, *, colour: bool = False, **options: Any) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=120, force_terminal=colour, color_system="standard" if colour else None)
-    inspect_folder(folder, console=console, **{"layout": "trl"} | options)
+    inspect_folder(folder, console=console, **options)
     return stream.getvalue()
 
 
 def test_counts_balance_and_error_positions(folder: Path) -> None:
-    summary = inspect_folder(folder, console=Console(file=io.StringIO()), layout="trl")
+    summary = inspect_folder(folder, console=Console(file=io.StringIO()))
     assert (summary.rows, summary.problems, summary.prefixes, summary.valid) == (10, 5, 46, 33)
     assert (summary.measured, summary.correct, summary.unfinished, summary.with_error) == (1, 6, 1, 4)
     assert summary.error_position == [3, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     assert dict(summary.error_segment) == {0: 3, 9: 1}
-    assert summary.temperatures == {0.0: (6, 6, 6, 0, 0), 1.0: (3, 0, 0, 0, 0)}
+    assert summary.temperatures == {0.0: (6, 6, 6, 24, 24), 1.0: (3, 0, 0, 12, 0)}
     text = printed(folder)
     assert "33 (71.7%)" in text and "33 valid, 13 not valid prefixes" in text
     assert "90-100 %" in text and "right at temperature 0" in text
-    assert "perfect judge" not in text  # the tokens are not known
+    assert "tokens a perfect judge keeps at temperature 0" in text
 
 
 def test_a_perfect_judge_keeps_the_tokens_before_the_first_error() -> None:
@@ -64,7 +65,6 @@ def test_a_perfect_judge_keeps_the_tokens_before_the_first_error() -> None:
         draft([False], [7], 1.0),
     ]
     assert [d.kept_by_oracle for d in drafts] == [10, 5, 0]
-    assert check_row(row([True]), "here").kept_by_oracle is None
     lines = dict(summarise_labels(drafts).lines())
     assert lines["tokens a perfect judge keeps at temperature 0"] == "15 (50.0%); whole drafts 1 (50.0%)"
     assert lines["tokens a perfect judge keeps at temperature 1"] == "0 (0.0%); whole drafts 0 (0.0%)"
@@ -86,7 +86,7 @@ def test_undecided_prefixes_and_the_confidence_of_labels_are_shown(tmp_path: Pat
     nothing = row([], draft_ids=[], cuts=[], undecided=5, finished=False)
     greedy = row([True, True], **tokens)  # from before there was a confidence
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (sampled, nothing, greedy)))
-    text = printed(tmp_path, layout="build")
+    text = printed(tmp_path)
     summary = summarise_labels(read_rows(tmp_path))
     lines = dict(summary.lines())
     assert (summary.rows, summary.prefixes, summary.undecided) == (2, 4, 8)
@@ -120,7 +120,7 @@ def test_markup_in_the_data_is_text(tmp_path: Path) -> None:
 )
 def test_malformed_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row([True])) + "\n" + line + "\n")
-    assert main(["inspect", str(tmp_path), "--layout", "trl"]) == 2
+    assert main(["inspect", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
 

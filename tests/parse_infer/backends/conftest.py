@@ -45,7 +45,7 @@ def make_engine(make_engine, random_adapter) -> Callable[..., ParseEngine]:
 
     def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
         engine = make_engine(noise, draft_window)
-        judge = random_adapter(engine.target.model, logprobs=True)
+        judge = random_adapter(engine.target.model)
         known = engine.target.render("How many?")
         with torch.inference_mode():
             scores = engine.target.model(torch.tensor([known])).logits[0].log_softmax(-1)

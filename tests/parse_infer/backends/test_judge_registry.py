@@ -36,16 +36,13 @@ class TopKJudge:
     def __init__(self, tokenizer: Any, k: int) -> None:
         self.k = k
         reference = MinP().load(tokenizer).config.logprobs
-        self.config = ValidityConfig(probe_ids=(), probe_text="", target={}, logprobs=reference, threshold=0.5)
+        self.config = ValidityConfig(target={}, logprobs=reference, threshold=0.5)
 
     def scorer(self, tokenizer: Any, end_ids: Collection[int], model: object = None) -> TopKJudge:
         return self
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> None:
         return None
-
-    def check_blocks(self, block_tokens: int) -> None:
-        pass
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         def scores(found: TokenLogprobs) -> TokenScores:

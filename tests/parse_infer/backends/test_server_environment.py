@@ -166,12 +166,10 @@ def test_the_longest_read_is_an_option(coordinator):
         coordinator(max_read_tokens=0)
 
 
-def test_an_adapter_on_hidden_states_is_refused_before_a_server_starts(coordinator, random_adapter, tmp_path):
+def test_an_adapter_with_a_second_stream_is_refused_before_a_server_starts(coordinator, random_adapter, tmp_path):
     model = load_language_model("zoo:target", role="target").model
-    random_adapter(model).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(
-        ValueError, match="reads the target's hidden states, which servers do not return: train one on"
-    ):
+    random_adapter(model, stream=True).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="reads a second stream of the target, which servers do not run: use the"):
         coordinator(tmp_path / "adapter")
 
 

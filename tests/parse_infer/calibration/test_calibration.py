@@ -167,7 +167,7 @@ def test_a_calibration_counts_problems_and_resumes_after_an_interruption(engine:
 @pytest.mark.slow
 def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: Path, block_tokens):
     """A replay is not timed, and its blocks have one length; each text of a timed problem is answered once."""
-    judge = random_adapter(engine.target.model, probe_ids=())
+    judge = random_adapter(engine.target.model)
     engine = ParseEngine.from_models(engine.target, engine.draft, judge)
     auto = replace(SETTINGS, blocks=(block_tokens,), timed=2, risks=(0.5,))
     with Replay(engine) as replay:

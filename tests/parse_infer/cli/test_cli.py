@@ -41,7 +41,7 @@ def models(make_model, tokenizer, random_adapter, tmp_path_factory) -> list[str]
             model.save_pretrained(root / name)
             tokenizer.save_pretrained(root / name)
             _folders[name] = str(root / name)
-        _folders["adapter"] = str(random_adapter(target, probe_ids=()).save_pretrained(root / "adapter"))
+        _folders["adapter"] = str(random_adapter(target).save_pretrained(root / "adapter"))
     return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", _folders[name])]
 
 
@@ -105,7 +105,9 @@ def test_generate_reads_jsonl_and_keeps_order_and_ids(models, tmp_path, monkeypa
     (tmp_path / "rows.jsonl").write_text(text)
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     for source in (str(tmp_path / "rows.jsonl"), "-"):
-        assert main(["generate", "--file", source, "--max-new-tokens", "10", "--json", *models]) == 0
+        assert (
+            main(["generate", "--file", source, "--max-new-tokens", "10", "--threshold", "0", "--json", *models]) == 0
+        )
         answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [answer["id"] for answer in answers] == ["b", "a"]
         assert answers[1]["stats"]["draft_forwards"] == 0

@@ -68,7 +68,7 @@ def test_the_view_of_a_real_stream_holds_exactly_the_answer(make_model, tokenize
     engine = ParseEngine.from_models(
         LanguageModel("t", target, tokenizer),
         LanguageModel("d", draft, tokenizer),
-        random_adapter(target, logprobs=True),
+        random_adapter(target),
     )
     for threshold in (0.0, 0.5, 1.1):
         view = AnswerView(threshold)

@@ -15,7 +15,6 @@ from parse_infer.calibration.schema import Calibration, OperatingPoint
 from parse_infer.calibration.schema import TestedPoint as Point
 from parse_infer.decoding.block_length import REPLAYED, BlockLength, threshold_class
 from parse_infer.engine import ParseEngine
-from parse_infer.evaluation.modes import make_modes
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
@@ -40,14 +39,13 @@ LENGTHS = (1, 3, 7, 64, "auto")
 
 @pytest.fixture
 def make_block_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
-    """An engine whose judge has token doubt alone, with a draft model that resembles the target."""
+    """An engine whose judge scores tokens, with a draft model that resembles the target."""
 
-    def make(architecture: str = "llama", noise: float = 0.3, **options) -> ParseEngine:
+    def make(architecture: str = "llama", noise: float = 0.3, stream: bool = False) -> ParseEngine:
         model = make_model(architecture)
         draft = resembling(make_model, model, noise, architecture)
-        judge = random_adapter(model, **{"probe_ids": (), **options})
         pair = language_model(model, tokenizer, "target"), language_model(draft, tokenizer, "draft")
-        return ParseEngine.from_models(*pair, judge)
+        return ParseEngine.from_models(*pair, random_adapter(model, stream=stream))
 
     return make
 
@@ -61,38 +59,10 @@ def n_drafts(engine: ParseEngine, **settings) -> int:
     return sum(isinstance(event, Drafted) for event in engine.stream(PROMPT, max_new_tokens=N, **settings))
 
 
-@pytest.mark.parametrize("threshold", [None, 0.5])
-@pytest.mark.slow
-def test_a_probe_with_token_doubt_reads_whole_drafts_only(make_block_engine, threshold):
-    """The bias was trained with the probe, which a block would leave out."""
-    engine = make_block_engine(probe_ids=(7, 9))
-    assert n_drafts(engine, threshold=threshold) == n_drafts(engine, threshold=threshold, block_tokens="whole") == 1
-    for length in (1, 8, 64):
-        for call in (engine.generate, engine.stream):
-            with pytest.raises(ValueError, match=rf"^block_tokens is {length}, but this adapter's probe .* whole"):
-                call(PROMPT, threshold=threshold, block_tokens=length)
-    for unjudged in ({"threshold": 2}, {"mode": "exact"}):
-        found = engine.generate(PROMPT, max_new_tokens=N, block_tokens=8, **unjudged)
-        assert found.token_ids == alone(engine)
-
-
-def test_measurements_of_refused_blocks_fail_before_their_first_answer(make_block_engine, tmp_path):
-    engine = make_block_engine(probe_ids=(7, 9))
-    problems = [Problem(str(n), f"{PROMPT} {n}", "") for n in range(40)]
-    settings = CalibrationSettings((0.5,), blocks=("whole", 6), loss="disagreement")
-    with pytest.raises(ValueError, match="block_tokens is 6, but this adapter's probe"):
-        calibrate(engine, problems, lambda *_: None, lambda *_: True, tmp_path / "out", settings)
-    assert not (tmp_path / "out").exists() and not engine.target.decoder.forwards
-    with pytest.raises(ValueError, match="block_tokens is 32, but this adapter's probe"):
-        make_modes(engine, ["target", "parse:32"])
-
-
-@pytest.mark.parametrize("vocabulary", [(), tuple(range(40, 120))], ids=["all tokens", "reduced"])
-def test_token_doubt_alone_judges_whole_drafts_as_blocks(model, tokenizer, random_adapter, vocabulary):
+@pytest.mark.parametrize("stream", [False, True], ids=["head alone", "second stream"])
+def test_whole_drafts_are_judged_as_blocks(model, tokenizer, random_adapter, stream):
     """Tokens of the target's own greedy text add no doubt in either."""
-    verifier = Verifier(
-        Decoder(model, ()), random_adapter(model, probe_ids=(), vocabulary=vocabulary), Segmenter(tokenizer)
-    )
+    verifier = Verifier(Decoder(model, ()), random_adapter(model, stream=stream), Segmenter(tokenizer))
     context = [5, 6, 7, 8]
     verifier.decoder.seek(context)
     draft = list(itertools.islice(verifier.decoder.decode(20), 20))
@@ -105,7 +75,7 @@ def test_token_doubt_alone_judges_whole_drafts_as_blocks(model, tokenizer, rando
     assert verifier.verify(draft, cuts).validity == pytest.approx([block[cut - 1] for cut in cuts], abs=1e-4)
 
 
-def test_token_doubt_alone_has_blocks_at_every_threshold(engine):
+def test_a_judge_of_tokens_has_blocks_at_every_threshold(engine):
     assert n_drafts(engine, block_tokens="whole") == 1
     assert n_drafts(engine) > 1 and n_drafts(engine, block_tokens=8) > 1
 
@@ -127,14 +97,10 @@ def alone(engine: ParseEngine, prompt: str = PROMPT) -> list[int]:
 # The text does not depend on the blocks
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"vocabulary": tuple(range(40, 120))}, {"logprobs": True}],
-    ids=["all tokens", "reduced", "log-probabilities"],
-)
+@pytest.mark.parametrize("stream", [False, True], ids=["head alone", "second stream"])
 @pytest.mark.slow
-def test_the_text_is_the_same_for_every_length(make_block_engine, options):
-    engine = make_block_engine(**options)
+def test_the_text_is_the_same_for_every_length(make_block_engine, stream):
+    engine = make_block_engine(stream=stream)
     threshold = middling(engine)
     found = {
         length: engine.generate(PROMPT, max_new_tokens=N, threshold=threshold, block_tokens=length).token_ids
@@ -154,10 +120,10 @@ def test_sampled_texts_are_the_same_for_every_length(engine):
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("logprobs", [False, True], ids=["hidden states", "log-probabilities"])
-def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, random_adapter, logprobs):
+@pytest.mark.parametrize("stream", [False, True], ids=["head alone", "second stream"])
+def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, random_adapter, stream):
     """The validities of one pass over a draft, and of passes over its pieces (to 1e-4)."""
-    judge = random_adapter(model, probe_ids=(), logprobs=logprobs)
+    judge = random_adapter(model, stream=stream)
     verifier = Verifier(Decoder(model, ()), judge, Segmenter(tokenizer))
     numbers = random.Random(4)
     context, draft = ([numbers.randrange(1, 250) for _ in range(n)] for n in (9, 30))
@@ -176,7 +142,7 @@ def test_a_verdict_does_not_depend_on_how_the_draft_was_cut(model, tokenizer, ra
 
 
 def test_the_targets_own_choice_adds_no_doubt(make_block_engine):
-    """Blocks of the target's own greedy text: every validity is 1, with the full and with a reduced vocabulary."""
+    """Blocks of the target's own greedy text: every validity is 1."""
     engine = make_block_engine()
     verifier, prompt, ids = engine.backend.verifier, engine.target.render(PROMPT), alone(engine)
     verifier.decoder.seek(prompt)
@@ -332,7 +298,7 @@ def test_above_one_is_the_greedy_target_with_other_tokens(make_block_engine, mak
 @pytest.mark.slow
 def test_a_reduced_vocabulary_drafts_token_by_token(make_model, random_adapter):
     target, draft = reduced_pair(make_model, noise=0.3)
-    engine = ParseEngine.from_models(target, draft, random_adapter(target.model, probe_ids=()))
+    engine = ParseEngine.from_models(target, draft, random_adapter(target.model))
     prompt = "There are students in the other room."
     found = [
         engine.generate(prompt, max_new_tokens=N, threshold=0.6, block_tokens=length).token_ids for length in (2, 64)
@@ -342,7 +308,7 @@ def test_a_reduced_vocabulary_drafts_token_by_token(make_model, random_adapter):
 
 
 @pytest.mark.parametrize("length", [1, 4, "auto"])
-def test_a_probe_alone_judges_segments_of_blocks(make_engine, length):
+def test_a_judge_of_segments_judges_blocks(make_engine, length):
     engine = make_engine()
     found = engine.generate(PROMPT, max_new_tokens=N, threshold=0.5, block_tokens=length)
     assert len(found.token_ids) == N or found.finish_reason != "length"

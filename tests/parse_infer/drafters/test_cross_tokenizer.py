@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import permutations
 
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.engine import ParseEngine
+from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.judge import Verdict
 from parse_infer.models.loading import LanguageModel, load_tokenizer
 from parse_infer.request.events import Accepted, Drafted, Resumed
 from parse_infer.text.cuts import CutPolicy
@@ -21,6 +24,26 @@ from tests.parse_infer.language_models import (
     sentencepiece_tokenizer,
     word_tokenizer,
 )
+
+
+class JudgeByChance:
+    """A judge of segments, as the target's own cycle would pass any other."""
+
+    config, fingerprint, tokens_per_cut = ValidityConfig(target={}), "chance", 0
+    k, by_token, first_tokens = 0, False, 0
+
+    def __init__(self):
+        self._numbers = random.Random(0)
+
+    def scorer(self, tokenizer, end_ids, model):
+        return self
+
+    def trailing(self, reading, carried, device):
+        return None
+
+    def score(self, reading, carried):
+        return Verdict(cuts=reading.cuts, validity=[self._numbers.random() for _ in reading.cuts])
+
 
 TEXT = "It costs 5€ more:\n\n12 × 38 = 456; “naïve” 日本語 🙂🙈, étéé, ធធធ."
 PROMPT = "How much?"
@@ -76,15 +99,14 @@ def test_answer_and_draft_are_the_draft_models_text_after_any_token(reads, targe
     ],
 )
 @pytest.mark.parametrize(("every", "threshold"), [(1, 0.6), (2, 1.0), (3, 0.0), (5, 0.6)])
-def test_the_draft_resumes_after_whole_characters(make_model, tokenizers, random_adapter, kinds, every, threshold):
+def test_the_draft_resumes_after_whole_characters(make_model, tokenizers, kinds, every, threshold):
     def model(kind: str) -> LanguageModel:
         own = tokenizers[kind]
         made = make_model(vocab_size=len(own), eos_token_id=own.eos_token_id, hidden_size=64)
         return language_model(cycling(made, own, CYCLE, PROMPT), own, kind)
 
     target, draft = (model(kind) for kind in kinds)
-    adapter = random_adapter(target.model, token_rank=0)
-    engine = ParseEngine.from_models(target, draft, adapter, cut_policy=CutPolicy("tokens", every))
+    engine = ParseEngine.from_models(target, draft, JudgeByChance(), cut_policy=CutPolicy("tokens", every))
     settings = {"threshold": threshold, "block_tokens": 8, "keep_greedy_match": False, "max_new_tokens": 40}
     answer, drafts = "", 0
     for event in engine.stream(PROMPT, **settings):

@@ -8,8 +8,9 @@ import pytest
 
 from parse_infer.engine import ParseEngine
 from parse_infer.settings.generation import GenerationSettings
-from tests.parse_infer.engine.thresholds import PROBE_LEN, PROMPT, greedy, partial_threshold
+from tests.parse_infer.engine.thresholds import PROMPT, greedy, partial_threshold
 from tests.parse_infer.language_models import (
+    QUESTION_LEN,
     TokenCount,
     language_model,
 )
@@ -35,16 +36,16 @@ def test_the_target_continues_where_the_draft_models_window_ends(make_engine, bl
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
-def test_the_targets_window_bounds_answer_and_probes(make_engine, threshold):
+def test_the_targets_window_bounds_answer_and_question(make_engine, threshold):
     engine = make_engine()
     room = 20
     engine.target.window = len(engine.target.render(PROMPT)) + room
     with TokenCount(engine.target.model) as target:
         drafted, *_, done = engine.stream(PROMPT, threshold=threshold, keep_greedy_match=False)
-    assert drafted.n_tokens == room - PROBE_LEN
+    assert drafted.n_tokens == room - QUESTION_LEN
     assert (len(done.generation.token_ids), done.generation.finish_reason) == (room, "length")
-    assert done.generation.token_ids[room - PROBE_LEN :] == greedy(
-        engine, engine.target.render(PROMPT) + done.generation.token_ids[: room - PROBE_LEN], PROBE_LEN
+    assert done.generation.token_ids[room - QUESTION_LEN :] == greedy(
+        engine, engine.target.render(PROMPT) + done.generation.token_ids[: room - QUESTION_LEN], QUESTION_LEN
     )
     assert len(target.widths) == done.generation.stats.target_forwards
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from parse_infer.request.events import Accepted, Drafted
 from parse_infer.settings.generation import GenerationSettings
-from tests.parse_infer.engine.thresholds import PROBE_LEN, PROMPT, partial_threshold
+from tests.parse_infer.engine.thresholds import PROMPT, partial_threshold
 from tests.parse_infer.language_models import (
+    QUESTION_LEN,
     TokenCount,
 )
 
@@ -29,12 +30,12 @@ def test_the_first_resumed_token_costs_no_forward(engine):
 def test_a_shared_prompt_is_not_prefilled_again(engine):
     prompt = engine.target.render(PROMPT)
     settings = GenerationSettings(max_new_tokens=24, threshold=1.0, keep_greedy_match=False)
-    probes = 24 // 4 * PROBE_LEN
+    questions = 24 // 4 * QUESTION_LEN
     for again, context in ((PROMPT, 1), (PROMPT[:-1] + "!", 2)):  # only what differs, and the end of the prompt
         engine.generate(PROMPT, settings)
         with TokenCount(engine.target.model) as target, TokenCount(engine.draft.model) as draft:
             engine.generate(again, settings)
-        assert target.widths[0] == context + 24 + probes < len(prompt) + 24 + probes
+        assert target.widths[0] == context + 24 + questions < len(prompt) + 24 + questions
         assert draft.widths[0] == context
 
 
@@ -46,8 +47,9 @@ def test_consecutive_blocks_read_only_what_is_new(engine):
     drafts = [event for event in events if isinstance(event, Drafted)]
     passes = [width for width in target.widths if width > 1]
     assert [event.n_tokens for event in drafts] == [8] * 9 + [4]  # the target writes 4 tokens after each
-    probes = [PROBE_LEN * -(-event.n_tokens // 4) for event in drafts]
-    expected = [event.n_tokens + n + 1 for event, n in zip(drafts, probes, strict=True)]  # 1: the target's last token
+    questions = [QUESTION_LEN * -(-event.n_tokens // 4) for event in drafts]
+    # 1: the target's last token
+    expected = [event.n_tokens + n + 1 for event, n in zip(drafts, questions, strict=True)]
     expected[0] += prompt - 1
     assert passes == expected
     # The draft model reads the prompt once, then the segment that the target wrote and the guesses behind it.

@@ -106,7 +106,7 @@ def test_a_draft_of_one_segment_continues_while_it_holds(engine):
 def test_segments_are_judged_as_parts_of_their_answer(make_engine, random_adapter):
     """A judge of tokens reads the accepted segments as drafts, not as the target's own tokens."""
     base = make_engine()
-    judge = random_adapter(base.target.model, logprobs=True)
+    judge = random_adapter(base.target.model)
     engine = ParseEngine.from_models(base.target, base.draft, judge)
     drafter = ModelDrafter(base.draft, base.target, one_segment=engine.backend.segmenter.policy)
     stepwise = ParseEngine.from_models(base.target, base.draft, judge, drafter=drafter)

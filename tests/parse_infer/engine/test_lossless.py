@@ -94,7 +94,7 @@ def test_an_answer_tells_whether_a_judge_decided(engine):
 def test_every_architecture_keeps_both_promises(make_model, tokenizer, random_adapter, architecture):
     model = make_model(architecture)
     draft = language_model(resembling(make_model, model, 0.1, architecture), tokenizer)
-    engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model, probe_ids=()))
+    engine = ParseEngine.from_models(language_model(model, tokenizer), draft, random_adapter(model))
     alone = engine.generate_target(PROMPT, max_new_tokens=20)  # prompt and answer are longer than any sliding window
     for threshold, mode in ((1.5, "validity"), (1.0, "validity"), (1.5, "exact")):  # no validity here reaches 1.0
         settings = GenerationSettings(20, threshold, mode=mode, block_tokens=6, keep_greedy_match=False)

@@ -37,8 +37,12 @@ def test_score_judges_a_response_as_a_draft_is_judged(engine):
     lines = engine.score(PROMPT, response, cut_policy=CutPolicy("step"))
     assert [s.text for s in lines.segments] == ["There are 2 x 3 = 6.\n", "So é 6."]
     assert lines.validity == pytest.approx(score.validity, abs=1e-5)
-    unfinished = engine.score(PROMPT, response, finished=False)
-    assert unfinished.validity != pytest.approx(score.validity, abs=1e-5)
+
+
+def test_a_judge_of_tokens_scores_the_end_of_a_finished_response(engine, random_adapter):
+    judged = ParseEngine.from_models(engine.target, engine.draft, random_adapter(engine.target.model))
+    finished, unfinished = (judged.score(PROMPT, "Six.", finished=finished).validity for finished in (True, False))
+    assert finished != pytest.approx(unfinished, abs=1e-3)
 
 
 def test_score_refuses_what_it_cannot_judge(engine):

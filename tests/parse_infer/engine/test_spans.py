@@ -26,10 +26,10 @@ def test_spans_and_events_add_up_to_the_text(
         model = make_model("llama")
         draft = resembling(make_model, model, 0.2)
         engine = ParseEngine.from_models(
-            language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model, probe_ids=())
+            language_model(model, tokenizer), language_model(draft, tokenizer), random_adapter(model)
         )
     settings = {"max_new_tokens": 40, "block_tokens": block_tokens}
-    # The second adapter has token doubt, which grows more slowly than the doubt about segments.
+    # In blocks the second judge scores every token, and a threshold of segments need not split them.
     threshold = threshold_of_both(engine, **settings) if letters or block_tokens == "whole" else 0.99
     events = list(engine.stream(PROMPT, threshold=threshold, **settings))
     assert [type(e) for e in events[:3]] == [Drafted, Verified, Accepted] and isinstance(events[-1], Done)
@@ -47,11 +47,11 @@ def test_spans_and_events_add_up_to_the_text(
 
 
 def test_the_target_replaces_the_rejected_segment_of_each_block(engine):
-    """This judge has a probe alone, so it knows only that a segment fails."""
+    """This judge asks behind segments, so it knows only that one fails."""
     settings = GenerationSettings(max_new_tokens=30, threshold=1.0, keep_greedy_match=False, block_tokens=8)
     events = list(engine.stream(PROMPT, settings))  # no validity here reaches 1.0
     written = [sum(isinstance(e, Resumed) and e.round == r for e in events) for r in range(1, 9)]
-    assert written == [4] * 7 + [2]  # the adapter's cut policy: 4 tokens a segment
+    assert written == [4] * 7 + [2]  # the judge's cut policy: 4 tokens a segment
     assert events[-1].generation.token_ids == engine.generate_target(PROMPT, settings).token_ids
 
 

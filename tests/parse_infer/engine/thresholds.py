@@ -9,7 +9,6 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.settings.acceptance import maximal_valid_prefix
 
 PROMPT = "Tom has 5 apples."
-PROBE_LEN = 2  # of the random adapter
 
 
 def greedy(engine: ParseEngine, ids: list[int], n: int) -> list[int]:

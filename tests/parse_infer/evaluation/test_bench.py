@@ -70,7 +70,7 @@ def engine(
     return ParseEngine.from_models(
         LanguageModel("tiny-target", target, tokenizer),
         LanguageModel("tiny-draft", draft, tokenizer),
-        random_adapter(target, probe_ids=()),
+        random_adapter(target),
     )
 
 
@@ -342,7 +342,7 @@ def test_a_mode_may_stream(make_engine, random_adapter, monkeypatch):
     """The same text, after a first block that is short."""
     monkeypatch.setattr(BlockLength, "end_after", lambda length, survival: False)
     base = make_engine(noise=0.0)
-    judge = random_adapter(base.target.model, probe_ids=())
+    judge = random_adapter(base.target.model)
     engine = ParseEngine.from_models(base.target, base.draft, judge)
     modes = make_modes(engine, ["parse", "parse:stream"], GenerationSettings(48, threshold=0.0))
     whole, streamed = (timed(engine, mode, PROBLEMS[0].prompt)[0] for mode in modes)

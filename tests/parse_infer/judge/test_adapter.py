@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
 from parse_infer.judge.adapter_files import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS, read_adapter
-from parse_infer.judge.probe.head import ValidityHead, verbalizer_ids
+from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
 
 FILES = {PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD}
@@ -25,10 +25,10 @@ def target(make_model):
 
 @pytest.fixture
 def folder(target, random_adapter, tmp_path):
-    return random_adapter(target).save_pretrained(tmp_path / "adapter")
+    return random_adapter(target, stream=True).save_pretrained(tmp_path / "adapter")
 
 
-def test_hidden_states_need_the_weights_they_come_from(target, folder):
+def test_a_second_stream_needs_the_weights_it_was_trained_on(target, folder):
     config = json.loads((folder / CONFIG).read_text())
     del config["target"]["fingerprint"]
     (folder / CONFIG).write_text(json.dumps(config))
@@ -37,24 +37,24 @@ def test_hidden_states_need_the_weights_they_come_from(target, folder):
 
 
 def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
-    adapter = random_adapter(target)
+    adapter = random_adapter(target, stream=True)
     adapter.config.metrics = {"auroc": 0.93}
-    adapter.config.verbalizer = ("Correct", "Incorrect")
     folder = adapter.save_pretrained(tmp_path / "deep" / "adapter")
     assert {path.name for path in folder.iterdir()} == FILES
     assert [path.name for path in folder.parent.iterdir()] == ["adapter"]  # no temporary folder stays
     loaded = ValidityAdapter.from_pretrained(str(folder), target)
-    assert loaded.config == adapter.config and loaded.probe == adapter.probe
+    assert loaded.config == adapter.config
     assert loaded.tensors.keys() == adapter.tensors.keys()
-    tokens = torch.tensor([random_ids(8)])
-    validities = []
+    tokens, corrected = torch.tensor([random_ids(8)]), []
     for one in (adapter, loaded):
         with torch.no_grad(), one.lora.applied(2):
-            validities.append(one.head(target.base_model(tokens).last_hidden_state))
-    assert torch.equal(*validities)
+            states = target.base_model(tokens).last_hidden_state
+        corrected.append(one.head.correct(torch.zeros(1, 8), torch.zeros(1, 8, 8), states, tokens >= 0))
+    assert torch.equal(*corrected) and corrected[0].abs().max() > 0.1
     assert not any(p.requires_grad for p in loaded.head.parameters())
     card = (folder / CARD).read_text()
     assert "auroc | 0.93" in card and "LlamaForCausalLM" in card
+    assert "library_name: peft\ntags: [parse-engine, lora]\n" in card and "and a second stream" in card
 
 
 def test_a_fingerprint_is_of_all_that_judges(target, folder):
@@ -65,24 +65,21 @@ def test_a_fingerprint_is_of_all_that_judges(target, folder):
         replace(loaded, tensors=loaded.tensors | {name: loaded.tensors[name] + 1}),
         replace(loaded, config=replace(loaded.config, probability={"scale": 2.0, "shift": 0.0})),
         replace(loaded, peft_config=loaded.peft_config | {"lora_alpha": 1}),
-        replace(loaded, head=ValidityHead(loaded.head.hidden_size)),
+        replace(loaded, head=LogprobHead(LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64))),
     ]
     assert len({loaded.fingerprint, *(other.fingerprint for other in others)}) == 5
     stricter = replace(loaded, config=replace(loaded.config, threshold=0.9))  # a default: its calibration stays valid
     assert stricter.fingerprint == loaded.fingerprint
 
 
-def test_without_a_probe_nothing_is_said_of_peft(target, random_adapter, tmp_path):
-    adapter = random_adapter(target, probe_ids=())
+def test_without_a_second_stream_nothing_is_said_of_peft(target, random_adapter, tmp_path):
+    adapter = random_adapter(target)
     folder = adapter.save_pretrained(tmp_path / "adapter")
     assert {path.name for path in folder.iterdir()} == {CONFIG, HEAD, CARD}
-    assert "peft" not in (folder / CARD).read_text() and "- probe: none" in (folder / CARD).read_text()
+    card = (folder / CARD).read_text()
+    assert "peft" not in card and "lora" not in card and "second stream" not in card
     loaded = ValidityAdapter.from_pretrained(folder, target)
-    assert loaded.lora is None and loaded.probe.ids == () and loaded.config == adapter.config
-    doubt = torch.tensor([0.5, -1.0])
-    assert torch.equal(loaded.head(None, doubt), adapter.head(None, doubt))
-    with pytest.raises(ValueError, match="needs a probe or token doubt"):
-        ValidityHead(32, probe=False)
+    assert loaded.lora is None and loaded.config == adapter.config
 
 
 def test_saving_again_replaces_the_adapter(target, random_adapter, folder):
@@ -110,7 +107,7 @@ def test_a_failed_save_leaves_the_old_adapter(target, random_adapter, folder):
 
 
 def test_an_adapter_without_an_update_cannot_be_saved(target, random_adapter, tmp_path):
-    adapter = random_adapter(target)
+    adapter = random_adapter(target, stream=True)
     adapter.tensors = {}
     with pytest.raises(ValueError, match="without its peft configuration and weights"):
         adapter.save_pretrained(tmp_path / "adapter")
@@ -165,10 +162,10 @@ def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
     ("change", "sentence"),
     [
         ({"schema_version": 99}, "schema version 99"),
-        ({"probe_ids": None}, "no probe_ids"),
-        ({"probe_ids": [], "token_rank": 0}, "no probe_ids"),
-        ({"probe_ids": []}, "does not match validity_config.json"),
-        ({"probe_ids": [260]}, "outside the target's vocabulary of 260"),
+        ({"logprobs": None}, "no logprobs: .* reads hidden states; train it again with recipes/train.yaml$"),
+        ({"logprobs": []}, "has incomplete logprobs"),
+        ({"stream": {"head": {}}}, "has an incomplete stream"),
+        ({"stream": None}, "does not match validity_config.json"),
         ({"target": None}, "no target"),
     ],
 )
@@ -181,7 +178,7 @@ def test_a_wrong_configuration_is_named(target, folder, change, sentence):
 
 def test_a_head_of_another_shape_is_named(target, folder, random_adapter, make_model, tmp_path):
     other = random_adapter(target)
-    other.head = ValidityHead(16)
+    other.head = LogprobHead(LogprobHeadConfig(k=5))
     wrong = other.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="validity head"):
         ValidityAdapter.from_pretrained(wrong, target)
@@ -194,9 +191,8 @@ def test_unknown_configuration_keys_are_left_for_later_versions(target, folder):
 
 
 def test_the_configuration_survives_json():
-    config = ValidityConfig(
-        probe_ids=(1, 2), probe_text="\n?", target={"name": "t"}, verbalizer=("a", "b"), risk={"alpha": 0.05}
-    )
+    values = {"head": asdict(LogprobHeadConfig()), "reference": {"ids": [1, 2], "logprobs": [-1.0]}}
+    config = ValidityConfig(target={"name": "t"}, logprobs=values, risk={"alpha": 0.05})
     assert ValidityConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -225,27 +221,9 @@ def test_a_target_is_named_without_its_path(target):
         assert describe_target(target)["name"] == (name or "LlamaForCausalLM")
 
 
-def test_the_untrained_head_is_the_choice_between_two_tokens(model, random_ids):
-    head = ValidityHead.from_verbalizer(model, 3, 4)
-    with torch.no_grad():
-        output = model.base_model(torch.tensor([random_ids(9)])).last_hidden_state[0]
-        logits = model.get_output_embeddings()(output)
-    expected = torch.softmax(logits[:, [3, 4]], -1)[:, 0]
-    assert torch.allclose(torch.sigmoid(head(output)), expected, atol=1e-5)
-    assert head(output.bfloat16()).dtype == torch.float32
-    with pytest.raises(ValueError, match="must differ"):
-        ValidityHead.from_verbalizer(model, 3, 3)
-
-
-def test_verbalizer_tokens(tokenizer):
-    assert verbalizer_ids(tokenizer, "Is it? ", ("Yes", "No")) == tuple(tokenizer.encode("YN"))
-    with pytest.raises(ValueError, match="begin with the same token"):
-        verbalizer_ids(tokenizer, "Is it? ", ("Right", "Rong"))
-
-
 @pytest.mark.parametrize("change", [{"head": {}}, {"head": None}, {"reference": {"ids": [], "logprobs": []}}])
 def test_incomplete_settings_of_a_judge_on_log_probabilities_are_refused(make_model, random_adapter, change):
-    values = json.loads(json.dumps(random_adapter(make_model("llama"), logprobs=True).config.to_dict()))
+    values = json.loads(json.dumps(random_adapter(make_model("llama")).config.to_dict()))
     values["logprobs"] |= {"reference": {"ids": [1, 2], "logprobs": [-1.0]}, **change}
     with pytest.raises(ValueError, match="has incomplete logprobs: export the adapter again"):
         ValidityConfig.from_dict(values)

@@ -108,7 +108,7 @@ def test_pooled_doubt_lies_between_the_highest_doubt_and_the_sum():
 
 
 def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer, random_adapter, found):
-    judge = LogprobScorer(random_adapter(model, logprobs=True).head, TokenTexts(tokenizer, (), 64))
+    judge = LogprobScorer(random_adapter(model).head, TokenTexts(tokenizer, (), 64))
     carried, parts = Carried(0, 0.3), []
     for written in ([], [12, 13]):
         parts.append(judge.token_scores(found, carried, written))
@@ -126,7 +126,7 @@ def test_the_targets_own_tokens_add_no_doubt_and_are_remembered(model, tokenizer
 
 
 def test_whole_drafts_have_the_verdicts_of_blocks(model, tokenizer, random_adapter):
-    verifier = Verifier(Decoder(model, ()), random_adapter(model, logprobs=True), Segmenter(tokenizer))
+    verifier = Verifier(Decoder(model, ()), random_adapter(model), Segmenter(tokenizer))
     verifier.decoder.seek(CONTEXT)
     whole = verifier.verify(DRAFT, [0, 10, 77, 150])
     verifier.decoder.seek(CONTEXT)
@@ -136,7 +136,7 @@ def test_whole_drafts_have_the_verdicts_of_blocks(model, tokenizer, random_adapt
 
 
 def test_a_saved_judge_scores_alike(model, tokenizer, random_adapter, tmp_path):
-    judge = random_adapter(model, logprobs=True)
+    judge = random_adapter(model)
     loaded = ValidityAdapter.from_pretrained(judge.save_pretrained(tmp_path / "judge"), model)
     assert loaded.fingerprint == judge.fingerprint
     assert {path.name for path in (tmp_path / "judge").iterdir()} == {

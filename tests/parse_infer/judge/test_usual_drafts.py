@@ -68,7 +68,7 @@ def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
     make_engine, random_adapter, threshold, block_tokens
 ):
     engine = make_engine()
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     settings = {"max_new_tokens": N, "threshold": threshold, "block_tokens": block_tokens}
     free = ParseEngine.from_models(engine.target, engine.draft, judge).generate(PROMPT, **settings)
     assert free.fallback is None
@@ -83,7 +83,7 @@ def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
 def test_an_unusual_draft_has_no_validity(make_engine, random_adapter, block_tokens):
     """Nor do the first blocks of such a draft, which are too short to tell."""
     engine = make_engine()
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     judge.config.logprobs["usual"] = NOTHING
     engine = ParseEngine.from_models(engine.target, engine.draft, judge)
     *events, done = engine.stream(PROMPT, max_new_tokens=N, threshold=0.02, block_tokens=block_tokens)
@@ -96,7 +96,7 @@ def test_an_unusual_draft_has_no_validity(make_engine, random_adapter, block_tok
 @pytest.mark.parametrize("usual", [None, NOTHING])
 def test_a_response_out_of_distribution_is_scored_as_unusual(make_engine, random_adapter, usual):
     engine = make_engine()
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     judge.config.logprobs["usual"] = usual
     score = ParseEngine.from_models(engine.target, engine.draft, judge).score(PROMPT, "He has 5 apples.\nSo it is 5.")
     assert score.unusual == (usual is not None)
@@ -109,7 +109,7 @@ def test_a_response_out_of_distribution_is_scored_as_unusual(make_engine, random
 def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapter, monkeypatch):
     """Else later, usual tokens of the same draft model would be judged after all."""
     engine = make_engine()
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     judge.config.logprobs["usual"] = NOTHING
     looked: list[bool] = []
 
@@ -136,7 +136,7 @@ def test_a_block_of_which_nothing_is_kept_decides_too(make_engine, random_adapte
 def test_whether_a_draft_is_usual_does_not_depend_on_blocks(make_engine, random_adapter, threshold):
     """Blocks of 16 tokens or more, and `auto`, which begins with as many."""
     engine = make_engine()
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     ranges = UsualDrafts.of(draft(2.0, seed=seed) for seed in range(200)).to_dict()
     for low, high in ((-9.0, 9.0), (0.3, 9.0)):  # of the entropy; the others have room
         for size in ranges.values():
@@ -152,7 +152,7 @@ def test_auto_drafts_as_many_of_the_targets_tokens(make_engine, make_model, rand
     engine, words = make_engine(), word_tokenizer()
     drafting = make_model("llama", seed=15, vocab_size=300, eos_token_id=words.eos_token_id)
     drafting = language_model(cycling(drafting, words, " students other the room", PROMPT), words, "draft")
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     judge.config.logprobs["usual"] = NOTHING
     own = ParseEngine.from_models(engine.target, drafting, judge)
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: True)
@@ -162,7 +162,7 @@ def test_auto_drafts_as_many_of_the_targets_tokens(make_engine, make_model, rand
 
 def test_auto_drafts_enough_to_know(make_engine, random_adapter):
     engine = make_engine(noise=1.0)
-    judge = random_adapter(engine.target.model, logprobs=True)
+    judge = random_adapter(engine.target.model)
     first = []
     for usual in (None, NOTHING):
         judge.config.logprobs["usual"] = usual

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
-from parse_infer.judge.probe.packing import probes, readout_index
+from parse_infer.judge.packing import probes, readout_index
 from parse_infer.judge.verifier import Verifier
-from parse_infer.judge.zero_shot import ZeroShotJudge, chat_suffix
 from parse_infer.models.decoder import Decoder
 from parse_infer.text.cuts import CutPolicy, Segmenter
-from tests.parse_infer.language_models import TokenCount
+from tests.parse_infer.language_models import QUESTION_LEN, TokenCount, short_question
 
 EOS = 258
 
 
 @pytest.fixture
-def make_verifier(tokenizer, random_adapter):
+def make_verifier(tokenizer):
     def make(model, judge=None, eos=(EOS,)) -> Verifier:
-        judge = judge or random_adapter(model)
+        judge = judge or short_question(model, tokenizer)
         return Verifier(
             Decoder(model, set(eos)), judge, Segmenter(tokenizer, CutPolicy.from_dict(judge.config.cut_policy))
         )
@@ -30,41 +27,35 @@ def make_verifier(tokenizer, random_adapter):
     return make
 
 
+@pytest.fixture(params=["questions", "second stream"])
+def make_appending(request, make_verifier, random_adapter):
+    """`make_verifier` for each kind of tokens behind the draft; the second stream has a LoRA."""
+
+    def make(model) -> Verifier:
+        if request.param == "questions":
+            return make_verifier(model)
+        verifier = make_verifier(model, random_adapter(model, stream=True))
+        verifier.scorer.one_pass = True
+        return verifier
+
+    return make
+
+
 @torch.no_grad()
-def separate_passes(model, judge, context: list[int], draft: list[int], cuts: list[int]) -> list[float]:
-    """One ordinary forward per cut over [context, draft up to the cut, probe], LoRA on the probe alone, no cache."""
-    validity, doubt = [], None
+def separate_passes(model, tokenizer, context: list[int], draft: list[int], cuts: list[int]) -> list[float]:
+    """One ordinary forward per cut over [context, draft up to the cut, question], no cache: the target's choice."""
+    judge, validity = short_question(model, tokenizer), []
+    yes, no = tokenizer.encode("CI")
     for cut in cuts:
         tokens = torch.tensor([[*context, *draft[:cut], *judge.probe.ids]])
-        if judge.lora is None:
-            hidden = model.base_model(tokens, use_cache=False).last_hidden_state
-        else:
-            with judge.lora.applied(len(judge.probe.ids)):
-                hidden = model.base_model(tokens, use_cache=False).last_hidden_state
-        if judge.head.tokens is not None:
-            start = len(context)
-            written = model.get_input_embeddings()(tokens[0, start : start + cut])
-            before = hidden[0, start - 1 : start + cut - 1]
-            logits = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1]
-            part = judge.head.tokens.vocabulary
-            if part is not None:  # each token against these only, unless it is none of them
-                left_out = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill(0, part, False)
-                compared = torch.isin(tokens[0, start : start + cut], part)
-                logits = logits.masked_fill(compared[:, None] & left_out, -1e4)
-            log_p = logits.log_softmax(-1)
-            own = log_p.gather(-1, tokens[0, start : start + cut, None])[:, 0]
-            surprised = torch.stack([own, -(log_p.exp() * log_p).sum(-1), own - log_p.amax(-1)], dim=-1)
-            each = judge.head.tokens(before, written, surprised)
-            if not judge.probe.ids:  # the target's own choices add no doubt
-                own_choice = model(tokens, use_cache=False).logits[0, start - 1 : start + cut - 1].argmax(-1)
-                each = each.masked_fill(own_choice == tokens[0, start : start + cut], -torch.inf)
-            doubt = each.exp().sum().log() if cut else torch.zeros(())
-        validity.append(torch.sigmoid(judge.head(hidden[0, -1], doubt)).item())
+        hidden = model.base_model(tokens, use_cache=False).last_hidden_state[0, -1]
+        logits = model.get_output_embeddings()(hidden)
+        validity.append(torch.softmax(logits[[yes, no]], -1)[0].item())
     return validity
 
 
 @pytest.mark.parametrize("cached", ["empty", "prompt", "part of the prompt"])
-def test_packed_equals_separate(model, make_verifier, random_ids, cached):
+def test_packed_equals_separate(model, tokenizer, make_verifier, random_ids, cached):
     verifier = make_verifier(model)
     context, draft = random_ids(30), random_ids(22, seed=1)
     decoder = verifier.decoder
@@ -77,23 +68,23 @@ def test_packed_equals_separate(model, make_verifier, random_ids, cached):
     assert decoder.forwards - before == 1
     assert result.cuts == [4, 8, 12, 16, 20, 22]
     model.set_attn_implementation("sdpa")
-    expected = separate_passes(model, verifier.judge, context, draft, result.cuts)
+    expected = separate_passes(model, tokenizer, context, draft, result.cuts)
     assert result.validity == pytest.approx(expected, abs=1e-4)
-    assert max(expected) - min(expected) > 0.05  # the probes differ, so a mix-up would show
+    assert max(expected) - min(expected) > 0.02  # the cuts differ, so a mix-up would show
 
 
-def test_a_pass_in_chunks_applies_the_adapter_to_the_probes_alone(model, make_verifier, random_ids):
-    """Prompt and draft are read in several forwards, the probes with the last of them."""
+def test_a_pass_in_chunks_reads_the_appended_tokens_once(model, make_appending, random_ids):
+    """Prompt and draft are read in several forwards, the appended tokens with the last of them."""
     context, draft = random_ids(45), random_ids(38, seed=1)
-    whole, chunked = make_verifier(model), make_verifier(model)
+    whole, chunked = make_appending(model), make_appending(model)
     chunked.decoder.prefill_chunk = 16
     found = []
     for verifier in (whole, chunked):
         verifier.decoder.seek(context)
         with TokenCount(model) as count:
             found.append(verifier.verify(draft))
-    probed = 2 * len(found[0].cuts)
-    assert count.widths == [16] * 5 + [3 + probed]
+    appended = len(draft) if whole.judge.config.stream else QUESTION_LEN * len(found[0].cuts)
+    assert count.widths == [16] * 5 + [3 + appended]
     assert found[0].cuts == found[1].cuts
     assert found[1].validity == pytest.approx(found[0].validity, abs=1e-5)
     assert torch.allclose(found[1].hidden, found[0].hidden, atol=1e-5, rtol=1e-5)
@@ -102,23 +93,18 @@ def test_a_pass_in_chunks_applies_the_adapter_to_the_probes_alone(model, make_ve
     assert torch.allclose(following[1], following[0], atol=1e-5, rtol=1e-5)
 
 
-def test_token_doubt_alone_reads_the_draft_and_no_probe(model, make_verifier, random_adapter, random_ids):
-    verifier = make_verifier(model, random_adapter(model, probe_ids=()))
-    context, draft = random_ids(30), random_ids(22, seed=1)
-    verifier.decoder.seek(context)
+def test_a_head_alone_reads_the_draft_and_nothing_else(model, make_verifier, random_adapter, random_ids):
+    verifier = make_verifier(model, random_adapter(model))
+    verifier.decoder.seek(random_ids(30))
     with TokenCount(model) as count:
-        result = verifier.verify(draft)
+        result = verifier.verify(random_ids(22, seed=1))
     assert count.widths == [52] and result.is_greedy_choice is not None
-    model.set_attn_implementation("sdpa")
-    expected = separate_passes(model, verifier.judge, context, draft, result.cuts)
-    assert result.validity == pytest.approx(expected, abs=1e-4)
-    assert max(expected) - min(expected) > 0.05
 
 
-def test_packed_hidden_states_equal_separate_ones(model, make_verifier, random_ids):
-    """Not only through the head: every dimension, to 1e-4."""
+def test_packed_hidden_states_equal_separate_ones(model, make_verifier, random_adapter, random_ids):
+    """Not only through the read-out: every dimension, to 1e-4, and with a LoRA on the appended tokens."""
     verifier = make_verifier(model)
-    context, draft, lora = random_ids(30), random_ids(22, seed=1), verifier.judge.lora
+    context, draft, lora = random_ids(30), random_ids(22, seed=1), random_adapter(model, stream=True).lora
     verifier.decoder.seek(context)
     with lora.applied(6):
         behind = probes((7, 9), [33, 41, 52], 52, model.device)
@@ -130,20 +116,9 @@ def test_packed_hidden_states_equal_separate_ones(model, make_verifier, random_i
         assert torch.allclose(packed[row], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_the_adapter_matters(model, make_verifier, random_ids):
-    """Guards the test above against an adapter that does nothing."""
-    verifier = make_verifier(model)
-    context, draft = random_ids(30), random_ids(22, seed=1)
-    verifier.decoder.seek(context)
-    trained = verifier.verify(draft)
-    verifier = Verifier(verifier.decoder, replace(verifier.judge, lora=None), verifier.segmenter)
-    verifier.decoder.seek(context)
-    assert max(abs(a - b) for a, b in zip(trained.validity, verifier.verify(draft).validity, strict=True)) > 0.05
-
-
-def test_the_context_is_the_base_models(model, make_verifier, random_ids):
-    """Hidden states and logits at every draft token, with the adapter on the probes, are those of the bare target."""
-    verifier = make_verifier(model)
+def test_the_context_is_the_base_models(model, make_appending, random_ids):
+    """Hidden states and logits at every draft token are those of the bare target."""
+    verifier = make_appending(model)
     context, draft = random_ids(30), random_ids(22, seed=1)
     verifier.decoder.seek(context)
     result = verifier.verify(draft)
@@ -155,9 +130,9 @@ def test_the_context_is_the_base_models(model, make_verifier, random_ids):
     assert torch.allclose(verifier.decoder.logits(result.hidden), output.logits[0, 29:], atol=1e-5, rtol=1e-5)
 
 
-def test_a_verification_keeps_the_drafts_states_and_no_others(model, make_verifier, random_ids):
-    """Neither those of a long prompt that the same forward has read, nor those of the probes."""
-    verifier = make_verifier(model)
+def test_a_verification_keeps_the_drafts_states_and_no_others(model, make_appending, random_ids):
+    """Neither those of a long prompt that the same forward has read, nor those of the appended tokens."""
+    verifier = make_appending(model)
     verifier.decoder.seek(random_ids(300))
     hidden = verifier.verify(random_ids(22, seed=1)).hidden
     kept, needed = hidden.untyped_storage().nbytes(), hidden.numel() * hidden.element_size()
@@ -227,9 +202,9 @@ def test_greedy_match_counts_the_targets_own_tokens(model, make_verifier, random
     assert decoder.forwards == before
 
 
-def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_ids):
-    """What the surprise of its tokens has compared is not compared again for the greedy match."""
-    verifier = make_verifier(model)
+def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_adapter, random_ids):
+    """Logits that the judge has read are not computed again for the greedy match."""
+    verifier = make_verifier(model, random_adapter(model))
     context, draft = random_ids(30), random_ids(40, seed=1)
     verifier.decoder.seek(context)
     rows: list[int] = []
@@ -243,28 +218,6 @@ def test_the_draft_passes_the_output_layer_once(model, make_verifier, random_ids
     assert found == [next((i for i, ok in enumerate(same[s:]) if not ok), 40 - s) for s in range(40)]
 
 
-def test_surprise_over_part_of_the_vocabulary(model, make_verifier, random_adapter, random_ids):
-    """Tokens of the part are compared with the part, others with everything; the output layer runs for those alone."""
-    part = tuple(range(3, 259, 4))
-    adapter = random_adapter(model, vocabulary=part)
-    verifier = make_verifier(model, adapter)
-    context, draft = random_ids(30), [*random_ids(22, seed=1), 3, 7]
-    verifier.decoder.seek(context)
-    rows: list[int] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    result = verifier.verify(draft, [0, 4, 11, 24])
-    handle.remove()
-    assert sum(rows) == sum(token not in part for token in draft) > 0
-    assert result.is_greedy_choice is None
-    assert result.validity == pytest.approx(separate_passes(model, adapter, context, draft, result.cuts), abs=1e-5)
-    everything = make_verifier(model, random_adapter(model))
-    everything.decoder.seek(context)
-    other = everything.verify(draft, result.cuts)
-    assert max(abs(a - b) for a, b in zip(other.validity, result.validity, strict=True)) > 1e-4
-    matches = [[v.greedy_match(draft, r, i) for i in range(24)] for v, r in ((verifier, result), (everything, other))]
-    assert matches[0] == matches[1]
-
-
 def test_an_empty_draft_has_nothing_to_verify(make_model, make_verifier, random_ids):
     verifier = make_verifier(make_model("llama"))
     verifier.decoder.seek(random_ids(5))
@@ -273,12 +226,12 @@ def test_an_empty_draft_has_nothing_to_verify(make_model, make_verifier, random_
     assert verifier.decoder.forwards == 0
 
 
-def test_cut_zero_judges_the_bare_prompt(model, make_verifier, random_ids):
+def test_cut_zero_judges_the_bare_prompt(model, tokenizer, make_verifier, random_ids):
     verifier = make_verifier(model)
     context, draft = random_ids(9), random_ids(6, seed=1)
     verifier.decoder.seek(context)
     result = verifier.verify(draft, cuts=[0, 6])
-    expected = separate_passes(model, verifier.judge, context, draft, [0, 6])
+    expected = separate_passes(model, tokenizer, context, draft, [0, 6])
     assert result.validity == pytest.approx(expected, abs=1e-4)
     verifier.decoder.seek(context)
     assert verifier.verify([], cuts=[0]).validity == pytest.approx(expected[:1], abs=1e-4)
@@ -298,61 +251,6 @@ def test_the_pass_leaves_the_modules_untouched(make_model, make_verifier, random
     verifier.verify(random_ids(6))
     for module in verifier.decoder.model.modules():
         assert "forward" not in module.__dict__ and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def test_zero_shot_packed_equals_separate(model, tokenizer, make_verifier):
-    """Its validity is the target's own choice between the two words at each prefix."""
-    judge = ZeroShotJudge(model, tokenizer)
-    verifier = make_verifier(model, judge)
-    context = tokenizer.encode("<|user|>How many?<|assistant|>")
-    draft = tokenizer.encode("2 + 3 = 5\nso 5.\n#### 5")
-    verifier.decoder.seek(context)
-    result = verifier.verify(draft)
-    assert [tokenizer.decode(draft[:c]) for c in result.cuts][:2] == ["2 + 3 = 5\n", "2 + 3 = 5\nso 5.\n"]
-    yes, no = tokenizer.encode("CI")
-    for cut, validity in zip(result.cuts, result.validity, strict=True):
-        text = tokenizer.decode(context + draft[:cut]) + judge.probe.text
-        with torch.no_grad():
-            hidden = model.base_model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0, -1]
-            logits = model.get_output_embeddings()(hidden)
-        assert validity == pytest.approx(torch.softmax(logits[[yes, no]], -1)[0].item(), abs=1e-4)
-
-
-def test_zero_shot_suffix_ends_the_answer_and_asks(tokenizer):
-    assert chat_suffix(tokenizer, "Right?") == "<|end|><|user|>Right?<|assistant|>"
-
-
-def test_zero_shot_shows_the_end_token_once(make_model, tokenizer, make_verifier):
-    model = make_model("llama")
-    judge = ZeroShotJudge(model, tokenizer)
-    verifier = make_verifier(model, judge)
-    context, draft = tokenizer.encode("<|user|>?<|assistant|>"), tokenizer.encode("5")
-    validity = []
-    for ids in (draft, [*draft, tokenizer.eos_token_id]):
-        verifier.decoder.seek(context)
-        validity.append(verifier.verify(ids).validity[-1])
-    assert validity[0] == pytest.approx(validity[1], abs=1e-5)
-
-
-def test_zero_shot_without_a_chat_template_asks_in_plain_text(make_model, tokenizer):
-    class Plain:
-        chat_template = None
-        encode = tokenizer.encode
-
-    judge = ZeroShotJudge(make_model("llama"), Plain(), question="Right?")
-    assert judge.probe.text == "\n\nRight?\nAnswer: " and not judge.probe.closes_turn
-
-
-def test_a_template_that_hides_the_draft_is_refused(make_model, tokenizer):
-    class Forgetful:
-        chat_template = "…"
-        encode = tokenizer.encode
-
-        def apply_chat_template(self, messages, **_):
-            return messages[-1]["content"]
-
-    with pytest.raises(ValueError, match="drops earlier turns"):
-        ZeroShotJudge(make_model("llama"), Forgetful())
 
 
 def test_a_model_that_ignores_position_ids_is_refused(make_model, make_verifier):
@@ -375,9 +273,9 @@ def test_a_model_that_ignores_position_ids_is_refused(make_model, make_verifier)
 
 
 def test_the_output_layer_runs_only_where_it_is_needed(make_model, make_verifier, random_adapter, random_ids):
-    """Over a large vocabulary it costs more than the probes do: without `TokenDoubt` the pass does not need it."""
+    """Over a large vocabulary it costs more than the questions do, which do not need it."""
     model = make_model("llama")
-    verifier = make_verifier(model, random_adapter(model, token_rank=0))
+    verifier = make_verifier(model)
     rows: list[int] = []
     handle = model.lm_head.register_forward_hook(lambda m, args, out: rows.append(out.shape[0]))
     verifier.decoder.seek(random_ids(5))
@@ -385,15 +283,15 @@ def test_the_output_layer_runs_only_where_it_is_needed(make_model, make_verifier
     assert rows == []
     verifier.greedy_match(random_ids(40), result, 0)
     assert rows[0] == 8 and sum(rows) <= 40
-    verifier = make_verifier(model)
+    verifier = make_verifier(model, random_adapter(model))
     verifier.decoder.seek(random_ids(5))
     rows.clear()
     verifier.verify(random_ids(300))
     handle.remove()
-    assert rows == [128, 128, 44], "the logits of a long draft must not all be there at once"
+    assert rows == [256, 44], "the logits of a long draft must not all be there at once"
 
 
-def test_no_device_synchronisation_per_layer(make_model, make_verifier, random_ids):
+def test_no_device_synchronisation_per_layer(make_model, make_appending, random_ids):
     """Calls that read a tensor's value on the host, counted for a pass through 2 and through 6 layers."""
 
     class Reads(torch.overrides.TorchFunctionMode):
@@ -409,13 +307,14 @@ def test_no_device_synchronisation_per_layer(make_model, make_verifier, random_i
 
     counts = []
     for layers in (2, 6):
-        verifier = make_verifier(make_model("llama_gqa", num_hidden_layers=layers))
+        verifier = make_appending(make_model("llama_gqa", num_hidden_layers=layers))
         verifier.decoder.seek(random_ids(20))
         draft = random_ids(10, seed=1)
         with Reads() as reads:
             verifier.verify(draft)
         counts.append(reads.count)
-    assert counts == [1, 1]  # the validities themselves
+    assert counts[0] == counts[1]
+    assert verifier.judge.config.stream or counts == [1, 1]  # the validities themselves
 
 
 def test_the_pass_needs_no_gradient(make_model, make_verifier, random_ids):

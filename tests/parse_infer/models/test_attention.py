@@ -26,7 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from parse_infer.judge.probe.packing import probe_mask, probe_positions, probes
+from parse_infer.judge.packing import probe_mask, probe_positions, probes
 from parse_infer.models import attention
 from parse_infer.models.architecture import layer_windows
 from parse_infer.models.attention import (

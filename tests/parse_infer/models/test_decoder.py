@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from parse_infer.judge.probe.packing import probes
+from parse_infer.judge.packing import probes
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.growing_kv_cache import GrowingKVCache

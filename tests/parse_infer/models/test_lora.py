@@ -231,7 +231,7 @@ def test_weights_that_are_missing_or_damaged(broken):
 
 def test_a_validity_adapter_is_no_model_and_a_lora_no_validity_adapter(base, lora, random_adapter, tmp_path):
     target = load_language_model(base, role="target", device="cpu")
-    adapter = random_adapter(target.model).save_pretrained(tmp_path / "adapter")
+    adapter = random_adapter(target.model, stream=True).save_pretrained(tmp_path / "adapter")
     assert "is a validity adapter" in refusal(adapter)
     with pytest.raises(ValueError, match="is a validity adapter"):  # before the target is loaded
         ParseEngine.from_pretrained(base, adapter, device="cpu")

@@ -22,7 +22,7 @@ from parse_infer.serve.server import ApiServer, listen
 from parse_infer.serve.settings import ApiSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
-from tests.parse_infer.language_models import language_model, printable, resembling
+from tests.parse_infer.language_models import language_model, printable, resembling, short_question
 
 
 @dataclass
@@ -94,7 +94,7 @@ def running(
 
 
 @pytest.fixture(scope="session")
-def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
+def make_engine(make_model, tokenizer) -> Callable[..., ParseEngine]:
     """`make_engine()`: always the same weights. `readable`: only printable text, else any bytes."""
 
     def make(readable: bool = True, **options: Any) -> ParseEngine:
@@ -102,11 +102,11 @@ def make_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEng
         draft = resembling(make_model, target, 0.1)
         if readable:
             target, draft = printable(target, tokenizer), printable(draft, tokenizer)
-        adapter = random_adapter(target, token_rank=0)
+        judge = short_question(target, tokenizer, ("Good", "True"))  # either is as likely, so drafts are kept in part
         if "drafter" in options:
-            return ParseEngine.from_models(language_model(target, tokenizer), None, adapter, **options)
+            return ParseEngine.from_models(language_model(target, tokenizer), None, judge, **options)
         return ParseEngine.from_models(
-            language_model(target, tokenizer, "tiny"), language_model(draft, tokenizer, "draft"), adapter, **options
+            language_model(target, tokenizer, "tiny"), language_model(draft, tokenizer, "draft"), judge, **options
         )
 
     return make

@@ -356,7 +356,7 @@ def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
     for name, part in (("target", engine.target), ("draft", engine.draft)):
         part.model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    random_adapter(engine.target.model, token_rank=0).save_pretrained(tmp_path / "adapter")
+    random_adapter(engine.target.model).save_pretrained(tmp_path / "adapter")
     return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", str(tmp_path / name))]
 
 

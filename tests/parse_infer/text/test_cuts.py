@@ -88,7 +88,7 @@ def test_labels_of_a_long_draft_stand_at_cuts_chosen_evenly():
 
 
 @pytest.mark.parametrize("kind", ["step", "sentence", "tokens"])
-def test_without_a_probe_every_cut_is_judged(tokenizer, kind):
+def test_without_appended_tokens_every_cut_is_judged(tokenizer, kind):
     ids = tokenizer.encode("This is so.\n" * 300, add_special_tokens=False)
     cuts = Segmenter(tokenizer, CutPolicy(kind, every=12, max_cuts=4)).cuts(ids)
     assert len(cuts) >= 300 and max(b - a for a, b in zip([0, *cuts], cuts, strict=False)) <= 13
@@ -99,7 +99,7 @@ def test_without_a_probe_every_cut_is_judged(tokenizer, kind):
 def test_cuts_with_appended_tokens_are_dense_first_then_a_root_of_their_depth_apart(
     tokenizer, tokens_per_cut, max_cuts
 ):
-    """So a longer draft loses a smaller share of itself to one bad line, and to its probes."""
+    """So a longer draft loses a smaller share of itself to one bad line, and to its questions."""
     policy = CutPolicy("tokens", every=5, max_cuts=max_cuts)
     segmenter = Segmenter(tokenizer, policy, tokens_per_cut)
     for n in (1, 5, 150, 160, 161, 165, 1000, 8000):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
 from parse_infer.judge.adapter import ValidityConfig
+from parse_infer.judge.logprob_head import LogprobHeadConfig
 from parse_infer.judge.verifier import Verifier
 from parse_train.judge.figures import reliability_diagram
 from parse_train.judge.metrics import ScoredDrafts, expected_calibration_error
@@ -85,6 +88,7 @@ def test_a_pass_gives_the_fitted_probabilities(make_model, tokenizer, random_ada
 
 @pytest.mark.parametrize("wrong", [{"scale": 0.0, "shift": 1.0}, {"scale": -1.0, "shift": 0.0}, {"shift": 1.0}])
 def test_a_scale_that_would_turn_the_order_round_is_refused(wrong):
-    values = ValidityConfig((1,), "?", {"name": "t"}).to_dict() | {"probability": wrong}
+    known = {"head": asdict(LogprobHeadConfig()), "reference": {"ids": [1, 2], "logprobs": [-1.0]}}
+    values = ValidityConfig({"name": "t"}, known).to_dict() | {"probability": wrong}
     with pytest.raises(ValueError, match="needs a scale above 0 and a shift"):
         ValidityConfig.from_dict(values)

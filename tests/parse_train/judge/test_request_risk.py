@@ -18,16 +18,17 @@ from parse_infer.models.names import collection_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train import training_run
 from parse_train.judge.build_info import BuildInfo, read_build_info
-from parse_train.judge.probe.config import ValidityTrainingConfig
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.request_risk import calibrate_requests
 from tests.wandb_runs import logged, offline_runs
 
+TARGET = {"name": "zoo:target"}
+
 
 @pytest.fixture
-def config(tmp_path: Path) -> ValidityTrainingConfig:
+def config(tmp_path: Path) -> LogprobTrainingConfig:
     shutil.copytree(collection_folder() / "adapter", tmp_path / "out" / "adapter", ignore=shutil.ignore_patterns(FILE))
-    return ValidityTrainingConfig(
-        target="zoo:target",
+    return LogprobTrainingConfig(
         data="d",
         output_dir=str(tmp_path / "out"),
         use_cpu=True,
@@ -38,11 +39,12 @@ def config(tmp_path: Path) -> ValidityTrainingConfig:
 
 
 @pytest.mark.slow
-def test_the_exported_adapter_carries_a_promise(config: ValidityTrainingConfig, tmp_path: Path, capsys, monkeypatch):
+def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, tmp_path: Path, capsys, monkeypatch):
     pytest.importorskip("wandb")
     build = tmp_path / "build"
     build.mkdir()
-    made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}, "models": {}}
+    made = {"config": {"task": "gsm_symbolic", "draft": "zoo:draft", "max_draft_tokens": 200}}
+    made["models"] = {"target": {"name": "zoo:target"}}
     (build / "build.json").write_text(json.dumps(made))
     info = read_build_info(str(build))
     assert (info.task, info.draft["name"], info.max_draft_tokens) == ("gsm_symbolic", "zoo:draft", 200)
@@ -94,11 +96,15 @@ def test_labels_from_own_answers_are_calibrated_without_references(config, tmp_p
 @pytest.mark.parametrize(
     ("changes", "build", "said"),
     [
-        ({"calibration_problems": 0}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), ""),
+        ({"calibration_problems": 0}, BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "zoo:draft"}), ""),
         ({}, BuildInfo(), ""),
-        ({"calibration_problems": 3}, BuildInfo(task="gsm_symbolic", draft={"name": "zoo:draft"}), "takes at least 6"),
-        ({}, BuildInfo(task="gone", draft={"name": "zoo:draft"}), "unknown task 'gone'"),
-        ({}, BuildInfo(task="gsm_symbolic", draft={"name": "./gone"}), "There is no folder './gone'"),
+        (
+            {"calibration_problems": 3},
+            BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "zoo:draft"}),
+            "takes at least 6",
+        ),
+        ({}, BuildInfo(task="gone", target=TARGET, draft={"name": "zoo:draft"}), "unknown task 'gone'"),
+        ({}, BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "./gone"}), "There is no folder './gone'"),
     ],
 )
 def test_without_one_the_training_is_finished_all_the_same(config, changes, build, said, capsys):

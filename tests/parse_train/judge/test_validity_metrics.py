@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from parse_infer.calibration.risk import exact_bound
 from parse_infer.settings.acceptance import ACCEPT_NOTHING, maximal_valid_prefix
 from parse_train.judge.data import ValidityDataset, problem_names
 from parse_train.judge.figures import acceptance_figure, reliability_diagram
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.metrics import (
     ScoredDrafts,
     acceptance_at_risk,
@@ -23,11 +24,8 @@ from parse_train.judge.metrics import (
     score_thresholds,
 )
 from parse_train.judge.pass_risk import choose_threshold, one_of_each
-from parse_train.judge.probe.config import ValidityTrainingConfig
-from parse_train.judge.probe.data import ValidityExample
 from parse_train.judge.training import served_drafts
 from tests.parse_train.judge.accepted_prefixes import accept
-from tools.baselines import segment_log_probability
 
 # Three drafts: right throughout; first error at cut 1; wrong from the start.
 DRAFTS = ScoredDrafts.from_rows(
@@ -201,8 +199,8 @@ def test_one_draft_of_each_problem_is_chosen_without_a_look_at_it() -> None:
 
 def test_the_drafts_of_the_bound_choose_no_checkpoint() -> None:
     with pytest.raises(ValueError, match="load_best_model_at_end is not supported here: the held-out drafts would"):
-        ValidityTrainingConfig(
-            target="t", data="d", output_dir="o", use_cpu=True, load_best_model_at_end=True, save_strategy="epoch"
+        LogprobTrainingConfig(
+            data="d", output_dir="o", use_cpu=True, load_best_model_at_end=True, save_strategy="epoch"
         )
 
 
@@ -215,9 +213,9 @@ def test_without_a_safe_threshold_nothing_is_accepted() -> None:
 
 
 def test_the_threshold_comes_from_the_drafts_that_will_be_served() -> None:
-    examples = [ValidityExample([1], [2], [1], [True], [1.0], t) for t in (0.0, 0.7, 0.0, None)]
+    examples = [SimpleNamespace(length=1, temperature=t) for t in (0.0, 0.7, 0.0, None)]
     data = ValidityDataset(examples)
-    config = ValidityTrainingConfig(target="t", data="d", output_dir="o", use_cpu=True)
+    config = LogprobTrainingConfig(data="d", output_dir="o", use_cpu=True)
     assert served_drafts(config, data) == [True] * 4
     config.risk_temperature = 0.0
     served = served_drafts(config, data)
@@ -235,16 +233,6 @@ def test_each_domain_has_an_auroc_of_its_own() -> None:
     assert domain_metrics(drafts, ["a", "a", "b", "b"]) == {"auroc_a": 0.5, "auroc_b": 0.5}
     assert domain_metrics(drafts, ["a", "c", "a", None]) == {"auroc_a": 0.75}, "all of c are valid"
     assert domain_metrics(drafts, ["a"] * 4) == domain_metrics(drafts, [None] * 4) == {}
-
-
-def test_log_probability_of_segments_by_hand() -> None:
-    vocabulary, hidden_size = 5, 5
-    before = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(0))
-    scores = segment_log_probability(before, [2, 3, 4], [1, 3], lambda states: states[:, :vocabulary])
-    logs = before.log_softmax(-1)
-    first = logs[0, 2]
-    second = (logs[1, 3] + logs[2, 4]) / 2
-    torch.testing.assert_close(scores.float(), torch.tensor([first, second]))
 
 
 def test_thresholds_cover_every_decision() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,14 @@ def test_weights_in_bfloat16_score_in_float32(build, tokenizer):
     rounded.sum().backward()
     assert rounded.dtype == torch.float32 and all(p.grad is not None for p in model.head.parameters())
     torch.testing.assert_close(model.float()(**inputs)["logits"], rounded, atol=1e-3, rtol=0)
+
+
+def test_a_label_weighs_by_its_distance_from_chance(build):
+    """Labels without a confidence count as certain."""
+    draft = next(draft for draft in read_drafts(build / "build") if len(draft.row.labels) == 3)
+    assert LogprobExample.of(draft, 3).weights == [1.0] * 3
+    doubtful = replace(draft, row=replace(draft.row, confidence=[1.0, 0.95, 0.5]))
+    assert LogprobExample.of(doubtful, 3).weights == pytest.approx([1.0, 0.9, 0.0])
 
 
 def test_a_problem_weighs_as_much_as_another_and_an_error_what_it_costs(build, tmp_path):

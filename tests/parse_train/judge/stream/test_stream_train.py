@@ -22,8 +22,8 @@ from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_train.__main__ import main
 from parse_train.judge.logprob.data import LogprobExample
 from parse_train.judge.logprob.model import LogprobModel
-from parse_train.judge.probe.activated_lora import LoraOptions
 from parse_train.judge.stream.data import StreamCollator
+from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.stream.train import build_model
 from parse_train.outlines import PROMPT_TOKENS

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from parse_infer.errors import ModelError
-from parse_infer.judge.probe.packing import probes, readout_index
+from parse_infer.judge.packing import probes, readout_index
 from parse_infer.models.architecture import text_config
 from parse_infer.models.decoder import Decoder
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parse_infer.judge.probe.packing import probe_mask, probe_positions, readout_index
+from parse_infer.judge.packing import probe_mask, probe_positions, readout_index
 from tests.parse_infer.dense_mask import dense_mask
 
 LAYOUTS = [
     # visible, probe length, keys in front of the probes
     ([[2, 4, 6, 8]], 1, 8),
     ([[5, 9, 12]], 3, 12),
-    ([[3, 7, 0], [1, 2, 5]], 2, 9),  # a batch: a padded probe, and rows with padding on the right
+    ([[3, 7, 9], [1, 2, 5]], 2, 9),  # a batch; the second row has padding on the right
 ]
 
 

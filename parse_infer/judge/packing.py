@@ -4,9 +4,9 @@
     position_ids [ 0 … n-1  | n …              n+7    | continue from the probe's own cut ]
     mask           causal over prompt and draft; a probe sees the tokens before its cut and itself
 
-`visible[b, k]` is the number of prompt and draft tokens before probe k: its cut, counted from the start of the prompt.
-Right padding needs no mask, because it lies beyond every visible count. A probe with `visible == 0` pads a batch of
-unequal K: it sees only itself, and callers ignore its read-out.
+A probe is a run of tokens that judges and is dropped after the pass: the zero-shot judge's question behind each cut,
+or the second stream. `visible[b, k]` is the number of prompt and draft tokens before probe k: its cut, counted from
+the start of the prompt. Right padding needs no mask, because it lies beyond every visible count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The adapter's LoRA, applied to the trailing probe tokens of one forward only.
+"""The adapter's LoRA, applied to the tokens of the second stream only, the last ones of a forward.
 
-Reads peft's activated-LoRA files (`alora_invocation_tokens`). peft's own forward selects tokens with a boolean mask, a
-device synchronisation in every layer, and its wrapped linears slow plain decoding. Here the update is a slice:
+peft applies a LoRA to every token, and its wrapped linears slow plain decoding. Here the update is a slice:
 `y[..., -n:, :] += x[..., -n:, :] @ A.T @ B.T * scaling`. Outside `applied` the model is unchanged.
 """
 
@@ -19,7 +18,7 @@ from parse_infer.errors import ModelError
 from parse_infer.models.lora import check_lora_options, low_rank_updates
 
 
-class ProbeLoRA:
+class StreamLoRA:
     """Low-rank updates of linear layers; `applied(n)` enables them for the last n positions.
 
     Args:
@@ -30,23 +29,13 @@ class ProbeLoRA:
         self._updates = updates
 
     @classmethod
-    def from_peft(
-        cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: PreTrainedModel, activated: bool = True
-    ) -> ProbeLoRA:
+    def from_peft(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: PreTrainedModel) -> StreamLoRA:
         """Build from the content of `adapter_config.json` and `adapter_model.safetensors`.
 
-        Args:
-            activated: the LoRA must be an activated one, as for probes.
-
         Raises:
-            ValueError: not an activated LoRA, an unsupported peft option, a layer missing in the model or in the file,
-                or a tensor whose shape does not match the layer.
+            ValueError: an unsupported peft option, a layer missing in the model or in the file, or a tensor whose
+                shape does not match the layer.
         """
-        if activated and config.get("peft_type") == "LORA" and not config.get("alora_invocation_tokens"):
-            raise ModelError(
-                "adapter_config.json has no alora_invocation_tokens: an ordinary LoRA, active on the whole text, "
-                "cannot be applied to the probes alone"
-            )
         check_lora_options(config, also=("fan_in_fan_out",))
         updates = []
         for update in low_rank_updates(config, tensors, model):
@@ -54,7 +43,7 @@ class ProbeLoRA:
             if not isinstance(layer, nn.Linear):
                 raise ModelError(f"the adapter changes {update.path}, which is no Linear layer")
             if layer is model.get_output_embeddings():
-                raise ModelError(f"the adapter changes the output layer {update.path}, which a probe never reaches")
+                raise ModelError(f"the adapter changes the output layer {update.path}, which no stream reaches")
             device = layer.weight.device
             # On a CPU, small bfloat16 products are slower than float32.
             dtype = torch.float32 if device.type == "cpu" else _compute_dtype(layer.weight.dtype, model.dtype)
@@ -93,8 +82,8 @@ def _with_update(forward: Callable[[Tensor], Tensor], a: Tensor, b: Tensor, n: i
     def adapted(x: Tensor) -> Tensor:
         if x.ndim < 3:
             raise ModelError(
-                "an adapted layer receives tokens without their order (as in mixture-of-experts layers), so the probe "
-                "tokens cannot be identified: adapt the attention layers only"
+                "an adapted layer receives tokens without their order (as in mixture-of-experts layers), so those "
+                "of the second stream cannot be identified: adapt the attention layers only"
             )
         y = forward(x)
         if len(x) == 1:  # two matrix products take half the time of the general form below

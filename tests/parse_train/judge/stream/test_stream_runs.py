@@ -1,22 +1,17 @@
-"""The recipe `validity` from beginning to end, in this process."""
+"""The recipe `stream` from beginning to end: what it measures, tracks and exports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from parse_infer import tracking
-from parse_infer.calibration.held_out import prompt_hash
-from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train.__main__ import main
-from parse_train.judge.probe import train
-from parse_train.judge.probe.model import ValidityModel
+from parse_train.judge.stream import train
 from parse_train.judge.trainer import ValidityTrainer
 from tests.wandb_runs import artifacts, logged, offline_runs
 
@@ -70,69 +65,16 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     provenance = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())["provenance"]
     assert provenance["steps"] == 2 and 0 < provenance["epochs"] < 1 and "num_train_epochs" not in provenance
     [data], [adapter] = artifacts(records, "dataset"), artifacts(records, "model")
-    assert {entry.path for entry in data.manifest.contents} == {"shard-0.jsonl", "shard-1.jsonl"}
+    assert {"build.json", "data/train-000000-000008.jsonl"} <= {entry.path for entry in data.manifest.contents}
     assert {"validity_config.json", "adapter_model.safetensors"} <= {e.path for e in adapter.manifest.contents}
     assert all(e.ref and not e.local_path for a in (data, adapter) for e in a.manifest.contents)
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_trains_the_same_adapter(
-    training_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_activation_checkpointing_trains_the_same_adapter(training_folder: Path, tmp_path: Path) -> None:
     recipe, found = str(training_folder / "recipe.yaml"), []
     for name, options in (("plain", []), ("checkpointed", ["--activation_checkpointing", "true"])):
         assert main([recipe, "--output_dir", str(tmp_path / name), "--max_steps", "2", *options]) == 0
         found.append(load_file(tmp_path / name / "adapter" / "adapter_model.safetensors"))
     for name, weight in found[0].items():
         torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=1e-6)
-    capsys.readouterr()
-    assert main([recipe, "--activation_checkpointing", "true", "--probe_text", ""]) == 2
-    assert "without a probe no layer has a gradient" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_without_a_probe_the_target_runs_in_the_first_epoch_only(
-    training_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    read, compute = [], ValidityModel.context_hidden
-    monkeypatch.setattr(
-        ValidityModel, "context_hidden", lambda model, ids: (read.append(len(ids)), compute(model, ids))[1]
-    )
-    recipe = str(training_folder / "recipe.yaml")
-    options = ["--max_steps", "-1", "--num_train_epochs", "3", "--probe_text", "", "--token_dropout", "0.5"]
-    options += ["--eval_strategy", "epoch", "--output_dir", str(tmp_path)]
-    assert main([recipe, *options]) == 0
-    config = json.loads((tmp_path / "adapter" / "validity_config.json").read_text())
-    provenance = config["provenance"]
-    assert config["risk"]["n_drafts"] == provenance["eval_problems"] < provenance["eval_drafts"]
-    assert sum(read) == provenance["train_drafts"] + provenance["eval_drafts"]
-    assert provenance["token_dropout"] == 0.5
-    assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    # The adapter names its training problems by their prompts: 12 of 16, and none that was held out.
-    learnt = (tmp_path / "adapter" / TRAIN_PROBLEMS).read_text().split()
-    assert learnt == sorted(learnt) and len(learnt) == provenance["train_problems"] == 12
-    assert provenance["epochs"] == 3 and provenance["steps"] > 0
-    assert set(learnt) < {prompt_hash(f"Sum {n}?") for n in range(16)}
-
-
-@pytest.mark.slow
-def test_labels_no_better_than_chance_teach_nothing(
-    training_folder: Path, build_rows: list[dict[str, Any]], tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
-    """Training on doubtful labels and on their opposites gives the same adapter; on sure ones it does not."""
-    learnt = {}
-    for name, confidence, flip in (("a", 0.5, False), ("b", 0.5, True), ("sure", 1.0, True)):
-        rows = []
-        for number, row in enumerate(build_rows):
-            labels = row["labels"]
-            doubtful = number % 3 == 0  # others keep the label's gradient alive
-            if doubtful and flip:
-                labels = [not label for label in labels]
-            rows.append(row | {"labels": labels, "confidence": [confidence if doubtful else 1.0] * len(labels)})
-        data = write_jsonl(tmp_path / name / "rows.jsonl", rows)
-        options = ["--data", str(data), "--output_dir", str(tmp_path / name), "--max_steps", "2"]
-        assert main([str(training_folder / "recipe.yaml"), *options]) == 0
-        learnt[name] = load_file(tmp_path / name / "adapter" / "validity_head.safetensors")
-    for key, weight in learnt["a"].items():
-        assert torch.equal(weight, learnt["b"][key]), key
-    assert any(not torch.equal(weight, learnt["sure"][key]) for key, weight in learnt["a"].items())

@@ -1,4 +1,4 @@
-"""peft's activated LoRA for the probes: attach it, and refuse layers that do not see the order of the tokens."""
+"""peft's LoRA for the second stream: attach it, and refuse layers that do not see the order of the tokens."""
 
 from __future__ import annotations
 
@@ -29,16 +29,8 @@ class LoraOptions:
     target_modules: Sequence[str] = ("all-linear",)
 
 
-def attach_activated_lora(target: PreTrainedModel, probe_ids: Sequence[int], lora: LoraOptions) -> PeftModel:
-    """Wrap `target` as `attach_lora` does, with a LoRA that is active from the probe on."""
-    return attach_lora(target, lora, list(probe_ids))
-
-
-def attach_lora(target: PreTrainedModel, lora: LoraOptions, invocation: list[int] | None = None) -> PeftModel:
+def attach_lora(target: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     """Wrap `target` with a new LoRA, whose initial update is zero, and freeze all other parameters.
-
-    Args:
-        invocation: tokens from which on an activated LoRA is active; None: an ordinary LoRA.
 
     Raises:
         ValueError: no layer matches `target_modules` (peft's message), or an adapted layer gets flattened tokens.
@@ -49,7 +41,6 @@ def attach_lora(target: PreTrainedModel, lora: LoraOptions, invocation: list[int
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=names[0] if names == ["all-linear"] else names,
-        alora_invocation_tokens=invocation,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
@@ -59,11 +50,11 @@ def attach_lora(target: PreTrainedModel, lora: LoraOptions, invocation: list[int
         except ValueError as error:
             if not flattened:
                 raise
-            # peft has no activated LoRA for routers and fused experts; its error does not name them.
+            # peft has no LoRA for some routers and fused experts; its error does not name them.
             raise ParseError(_refusal(f"peft does not support {', '.join(names)} here", ordered, flattened)) from error
     adapted = {name for name, layer in model.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
     if wrong := [name for name in flattened if name in adapted]:
-        raise ParseError(_refusal("the LoRA would change other tokens than the probe's", ordered, wrong))
+        raise ParseError(_refusal("inference could not limit the LoRA to the second stream", ordered, wrong))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Key-value cache of a context that probes read without changing it."""
+"""Key-value cache of a prompt that the second stream reads without changing it."""
 
 from __future__ import annotations
 
