@@ -515,13 +515,13 @@ def test_progress_shows_rate_and_time_left_in_80_columns(terminal: bool, monkeyp
 )
 def test_the_recipes_of_the_project_are_read(name: str, target: str) -> None:
     recipe = Path(__file__).parents[3] / "recipes" / name
-    overrides = ["--limit", "7", "--temperatures", "0.5", "1", "--exhaustive"]
+    overrides = ["--limit", "7", "--temperatures", "0.5", "1", "--prefix_labels", "true", "--exhaustive"]
     (config,) = parse_recipe(recipe, overrides, [BuildConfig], "parse-data build")
     assert (config.target, config.limit, config.temperatures, config.exhaustive) == (target, 7, [0.5, 1.0], True)
     assert config.policy.kind == "step"
 
 
-@pytest.mark.parametrize("name", ["real/data-drafts.yaml", "qwen-coder/data-drafts.yaml"])
+@pytest.mark.parametrize("name", ["real/data.yaml", "qwen-coder/data.yaml"])
 def test_recipes_for_judges_on_log_probabilities_ask_the_target_for_nothing(name: str) -> None:
     (config,) = parse_recipe(Path(__file__).parents[3] / "recipes" / name, [], [BuildConfig], "parse-data build")
     assert config.logprobs == 5 and not config.asks_target
