@@ -129,8 +129,7 @@ def test_pods_find_each_other():
         assert "--port=8000" in found[role] and service["ports"] == [{"name": "http", "port": 8000}]
         if role != "coordinator":
             assert pods["serviceName"] == f"parse-{role}" and service["clusterIP"] == "None"
-            urls = [f"http://parse-{role}-{i}.parse-{role}:8000" for i in range(pods["replicas"])]
-            assert coordinator[f"{role}_url"] == urls
+            assert coordinator[f"{role}_url"] == [f"dns+http://parse-{role}:8000"]
     policy = resources["NetworkPolicy", "parse-servers"]["spec"]
     assert policy["podSelector"]["matchExpressions"][0]["values"] == ["parse-target", "parse-draft"]
 

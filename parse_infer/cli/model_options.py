@@ -77,7 +77,10 @@ class ModelOptions:
     ] = "local"
     target_url: Annotated[
         list[str] | None,
-        typer.Option(help="Target server (vLLM, SGLang) for --backend vllm; repeatable. Default: start one."),
+        typer.Option(
+            help="Target server (vLLM, SGLang) for --backend vllm; repeatable. dns+http://NAME:PORT or file:PATH: "
+            "servers that come and go. Default: start one."
+        ),
     ] = None
     draft_url: Annotated[
         list[str] | None,

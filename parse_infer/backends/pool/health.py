@@ -39,7 +39,7 @@ class Replica:
 
     def __init__(self, url: str, circuit: Circuit | None = None) -> None:
         self.circuit = circuit or Circuit()
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = address_of(url)
         self.busy = 0
         self.healthy = True
         self.last_error = ""
@@ -50,6 +50,11 @@ class Replica:
         self.waits: set[asyncio.Timeout] = set()
         self.missed = 0
         self.check: asyncio.Task[None] | None = None
+
+
+def address_of(url: str) -> str:
+    """Return an address without "/v1"."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 class HealthChecks:
@@ -87,6 +92,15 @@ class HealthChecks:
             server.waits.clear()
             self._watching[server] = loop.create_task(self._watch(server))
 
+    def add(self, server: Replica) -> None:
+        """Check a new server, in the event loop of the checks."""
+        self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
+
+    def remove(self, server: Replica) -> None:
+        """Check a server no longer."""
+        if server in self._watching:
+            self._stop_watching(server)
+
     def close(self) -> None:
         """Stop the checks and keep each server's state. `start` restarts them, also in another event loop."""
         for server in list(self._watching):
@@ -118,8 +132,9 @@ class HealthChecks:
         if server.healthy:
             server.healthy = False
             log.warning("the %s server %s is unhealthy: %s", self._role, server.url, last_error)
-            self._stop_watching(server)  # its task may sleep longer
-            self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
+            if server in self._watching:  # and has not gone; its task may sleep longer
+                self._stop_watching(server)
+                self.add(server)
         while server.waits:
             server.waits.pop().reschedule(asyncio.get_running_loop().time())
 

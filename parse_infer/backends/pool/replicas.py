@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from parse_infer.backends.pool.balancer import Balancer
 from parse_infer.backends.pool.circuit import FAILURES, Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
-from parse_infer.backends.pool.health import HealthChecks, Replica
+from parse_infer.backends.pool.discovery import Discovery, resolve
+from parse_infer.backends.pool.health import HealthChecks, Replica, address_of
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
@@ -45,7 +46,7 @@ class ReplicaPool:
 
     Args:
         role: "target" or "draft", for messages.
-        urls: at least one address.
+        urls: at least one address, or source of addresses (`Discovery`).
         client: used by this pool alone, which closes it.
         failure: returns why the servers cannot recover; None: they may recover.
         patience_s: how long a request waits while no replica is healthy.
@@ -79,16 +80,19 @@ class ReplicaPool:
         if not urls:
             raise ServerError(f"the {role} needs the address of a server")
         self.role = role
-        self.members = [Replica(url, Circuit(clock)) for url in urls]
+        self.members = [Replica(url, Circuit(clock)) for url in resolve(urls)]
+        if not self.members:
+            raise ServerError(f"{' and '.join(urls)} names no {role} server")
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.identity = identity or Identity(role, client)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
         self._client = client
-        self._attempts, self._back_off_s = attempts, back_off_s
+        self._attempts, self._back_off_s, self._clock = attempts, back_off_s, clock
         self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
+        self._discovery = Discovery(role, urls, self._set_members)
 
     @property
     def model(self) -> str:
@@ -99,8 +103,9 @@ class ReplicaPool:
         return sum(server.healthy for server in self.members)
 
     def watch(self) -> None:
-        """Check the health of the replicas from now on, as the first request does."""
+        """Watch the replicas from now on, as the first request does."""
         self._health.start()
+        self._discovery.start()
 
     async def handshake(self) -> None:
         """Identify and examine each replica. Health checks go on with replicas that do not answer.
@@ -249,9 +254,28 @@ class ReplicaPool:
         raise self._balancer.failing(tried)
 
     async def aclose(self) -> None:
-        """Stop the health checks and close the connections of this event loop. Requests may go on in another one."""
+        """Stop watching the replicas and close the connections of this event loop; another one may go on."""
+        self._discovery.close()
         self._health.close()
         await self._client.close()
+
+    def _set_members(self, urls: Sequence[str]) -> None:
+        """Take the replicas at these addresses.
+
+        A new one gets requests once it has been examined. Requests at one that has gone end there, and later ones of
+        their answers go elsewhere.
+        """
+        before, wanted = {server.url: server for server in self.members}, {address_of(url) for url in urls}
+        for url in sorted(wanted - before.keys()):
+            server = Replica(url, Circuit(self._clock))
+            server.healthy, server.last_error = False, f"{url} has not been examined yet"
+            self.members.append(server)
+            self._health.add(server)
+            log.info("new %s server %s", self.role, url)
+        for url in before.keys() - wanted:
+            self.members.remove(before[url])
+            self._health.remove(before[url])
+            log.info("the %s server %s has gone", self.role, url)
 
     async def _examine(self, server: Replica) -> None:
         await self.examine(server)  # looks the attribute up at each call
@@ -283,7 +307,7 @@ class ReplicaPool:
         return FailedAttempts(len(self.members) if optional else self._attempts, self._back_off_s, optional)
 
     async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Replica:
-        self._health.start()
+        self.watch()
         return await self._balancer.next(lease, tried, self.patience_s)
 
     @asynccontextmanager

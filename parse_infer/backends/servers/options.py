@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parse_infer.backends.options import BackendOptions
+from parse_infer.backends.pool.discovery import check_source
 from parse_infer.backends.servers.logprob_reads import MAX_READ_TOKENS
 from parse_infer.errors import SettingsError
 from parse_infer.settings.generation import GenerationSettings
@@ -24,10 +25,11 @@ class ServerOptions(BackendOptions):
 
     target_url: Urls = ()
     """Addresses of the target's replicas; without one PARSE starts a server, which ends with the backend. Any server
-    with log-probabilities will do, such as vLLM as its users start it."""
+    with log-probabilities will do, such as vLLM as its users start it. Replicas that come and go: `dns+http://NAME:PORT`,
+    all addresses of a name, or `file:PATH`, a line each."""
     draft_url: Urls = ()
-    """Addresses of the draft model's replicas, of any server with OpenAI's API. If it returns no token ids, drafts
-    pass as text, and `draft` may be None or the model's name on the server."""
+    """Addresses of the draft model's replicas, as `target_url`, of any server with OpenAI's API. If it returns no
+    token ids, drafts pass as text, and `draft` may be None or the model's name on the server."""
     api_key: str | None = None
     """API key of the target's servers; None: the environment variable VLLM_API_KEY, as in vLLM."""
     draft_api_key: str | None = None
@@ -55,8 +57,7 @@ class ServerOptions(BackendOptions):
 
     def __post_init__(self) -> None:
         for url in (*self.target_urls, *self.draft_urls):
-            if not url.startswith(("http://", "https://")):
-                raise SettingsError(f"{url!r} is not a server address: it must begin with http:// or https://")
+            check_source(url)
         if self.local_draft and (self.draft_urls or self.draft_options):
             raise SettingsError(
                 f"local_draft and {'draft_url' if self.draft_urls else 'draft_options'} were both given: choose one"
