@@ -38,7 +38,6 @@ from parse_train.recipe import load_recipe
 
 def main(config: StreamTrainingConfig) -> None:
     """Run the recipe; every process of a distributed run must call this function."""
-    check_errors(config)
     first_rung(config)
     set_seed(config.seed)
     build, reads = check_data(config)
@@ -115,8 +114,12 @@ def first_rung(config: StreamTrainingConfig) -> None:
         train, first = load_recipe(config.start_from, options)
         if type(first) is not LogprobTrainingConfig:
             raise ParseError(f"start_from {config.start_from} is a recipe of kind {first.kind}, not logprob")
+        check_errors(config)
         train(first)
         config.start_from = str(first.adapter_dir)
+    else:
+        read_adapter(resolve(config.start_from))  # a wrong name is a mistake of its own
+        check_errors(config)
     head = (read_adapter(resolve(config.start_from)).validity_config.get("logprobs") or {}).get("head", {})
     for key in ("k", "width", "text_size", "buckets", "sharpness"):
         setattr(config, key, head.get(key, getattr(config, key)))

@@ -251,7 +251,8 @@ def test_a_problem_without_an_id_is_known_by_its_prompt(tmp_path):
         task = load_task("jsonl", path=str(tmp_path / f"{name}.jsonl"))
         found.append({p.id: p.prompt for p in task.problems("test")})
     assert len(found[0]) == 4 and found[1].items() < found[0].items()
-    labelled = check_row({"prompt": rows[3]["prompt"], "completions": ["4"], "labels": [True]}, "here")
+    row = {"prompt": rows[3]["prompt"], "completions": ["4"], "labels": [True], "draft_ids": [4], "cuts": [1]}
+    labelled = check_row(row, "here")
     assert found[1][labelled.problem] == rows[3]["prompt"]
 
 
