@@ -29,6 +29,11 @@ def check_source(url: str) -> None:
         raise SettingsError(f"{url!r} has no port: write {DNS}NAME:PORT")
 
 
+def address_of(url: str) -> str:
+    """Return an address without "/v1"."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def resolve(sources: Sequence[str]) -> list[str]:
     """Return the addresses of all sources, each once.
 
@@ -45,7 +50,7 @@ def resolve(sources: Sequence[str]) -> list[str]:
                 found.append(source)
         except (OSError, UnicodeError) as error:
             raise ServerError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(map(address_of, found)))
 
 
 def _lines(source: str) -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from parse_infer.backends.pool.circuit import Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.pool.discovery import address_of
 from parse_infer.backends.servers.dialects.dialect import Dialect
 from parse_infer.backends.servers.dialects.registry import DEFAULT
 
@@ -50,11 +51,6 @@ class Replica:
         self.waits: set[asyncio.Timeout] = set()
         self.missed = 0
         self.check: asyncio.Task[None] | None = None
-
-
-def address_of(url: str) -> str:
-    """Return an address without "/v1"."""
-    return url.rstrip("/").removesuffix("/v1")
 
 
 class HealthChecks:

@@ -20,7 +20,7 @@ from parse_infer.backends.pool.balancer import Balancer
 from parse_infer.backends.pool.circuit import FAILURES, Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.pool.discovery import Discovery, resolve
-from parse_infer.backends.pool.health import HealthChecks, Replica, address_of
+from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
@@ -260,19 +260,19 @@ class ReplicaPool:
         await self._client.close()
 
     def _set_members(self, urls: Sequence[str]) -> None:
-        """Take the replicas at these addresses.
+        """Take the replicas at these addresses, each given once.
 
         A new one gets requests once it has been examined. Requests at one that has gone end there, and later ones of
         their answers go elsewhere.
         """
-        before, wanted = {server.url: server for server in self.members}, {address_of(url) for url in urls}
-        for url in sorted(wanted - before.keys()):
+        before = {server.url: server for server in self.members}
+        for url in (url for url in urls if url not in before):
             server = Replica(url, Circuit(self._clock))
             server.healthy, server.last_error = False, f"{url} has not been examined yet"
             self.members.append(server)
             self._health.add(server)
             log.info("new %s server %s", self.role, url)
-        for url in before.keys() - wanted:
+        for url in before.keys() - set(urls):
             self.members.remove(before[url])
             self._health.remove(before[url])
             log.info("the %s server %s has gone", self.role, url)
