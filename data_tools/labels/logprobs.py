@@ -128,8 +128,5 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(f"no labelled data at {folder}: there is no such folder; `parse-data build` writes it")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no log-probabilities: run `parse-data build RECIPE --logprobs 5`, which adds them to a "
-            "finished build"
-        )
+        raise FileNotFoundError(f"{folder} has no log-probabilities: run `parse-data read {folder}`")
     return read_json(path, "delete the folder, and build again")

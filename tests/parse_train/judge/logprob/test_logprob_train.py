@@ -202,7 +202,7 @@ def test_drafts_are_read_alike_in_batches_and_alone(build):
         (["--width", "0"], "width is 0; it must be at least 1"),
         (["--data", "nowhere"], "no labelled data at nowhere: there is no such folder"),
         (["--data", "data/validty"], "no labelled data at data/validty: there is no such folder"),
-        (["--data", "."], ". has no log-probabilities: run `parse-data build RECIPE --logprobs 5`"),
+        (["--data", "."], ". has no log-probabilities: run `parse-data read .`"),
     ],
 )
 def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
