@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from pathlib import Path
@@ -111,3 +112,18 @@ def test_replicas_come_and_go_under_requests(engine, connect, monkeypatch, tmp_p
         listed(*targets)
         wait_for(lambda: len(pool.members) == 3 and "serves 'another model'" in pool.members[-1].last_error)
         assert used() == [False, True, True]
+
+
+def test_a_new_server_gets_no_request_before_it_has_been_examined():
+    async def change() -> None:
+        pool = ReplicaPool("target", ["http://a:1"], Client())
+        pool._set_members(["http://a:1", "http://b:2"])
+        assert [(server.url, server.healthy) for server in pool.members] == [
+            ("http://a:1", True),
+            ("http://b:2", False),
+        ]
+        with pool.acquire() as first, pool.acquire() as second:
+            assert first.server is second.server is pool.members[0]
+        await pool.aclose()
+
+    asyncio.run(change())
