@@ -201,6 +201,14 @@ def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
     assert message in error and error.splitlines()[-1].startswith("error: ")
 
 
+def test_too_few_errors_are_found_before_the_head_is_trained(build, tmp_path, capsys):
+    first = recipe(build, tmp_path / "first", "logprob", k=3)
+    path = recipe(build, tmp_path / "out", start_from=first)
+    assert main([path, *OPTIONS, "--min_wrong_drafts", "99"]) == 2
+    assert f"fewer than min_wrong_drafts 99: build more, or use {first} alone" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "logprob").exists()
+
+
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.slow
 def test_the_plan_counts_what_a_step_keeps(build, tokenizer, tmp_path, checkpointing):
