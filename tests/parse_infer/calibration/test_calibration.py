@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from random import Random
@@ -338,18 +338,24 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
 
 
 @pytest.mark.slow
-def test_training_problems_show_nothing_whatever_their_ids(engine: ParseEngine, tmp_path: Path):
+def test_training_problems_show_nothing_whatever_their_ids(
+    engine: ParseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """They are known by their prompts: most of them are refused, a few are left out."""
-    judge, before = engine.backend.judge, engine.target.decoder.forwards
-    prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
-    engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:7])))
+    before, prompts = engine.target.decoder.forwards, [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
+
+    def learn(prompts: Sequence[str]) -> None:
+        learnt = frozenset(map(prompt_hash, prompts))
+        monkeypatch.setattr(engine.backend.judge, "train_problems", learnt, raising=False)
+
+    learn(prompts[:7])
     with pytest.raises(
         ValueError,
         match=r"7 of the 12 problems are among those that the adapter",
     ):
         run(engine, tmp_path / "refused")
     assert engine.target.decoder.forwards == before and not (tmp_path / "refused").exists()
-    engine.backend.judge = replace(judge, train_problems=frozenset(map(prompt_hash, prompts[:1])))
+    learn(prompts[:1])
     found = run(engine, tmp_path / "left_out")
     records = [json.loads(line)["problem_id"] for line in (tmp_path / "left_out" / "records.jsonl").open()]
     assert found.n_problems == 11 and records == [f"p{i}" for i in range(1, 12)]
