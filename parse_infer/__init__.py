@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
     from parse_infer.errors import ParseError
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-    from parse_infer.judge.min_p import MinPJudge
+    from parse_infer.judge.rules.rule import RuleJudge
     from parse_infer.judge.verifier import Verification, Verifier
     from parse_infer.judge.zero_shot import ZeroShotJudge
     from parse_infer.models.decoder import Decoder
@@ -37,9 +37,9 @@ _MODULES = {
     "Generation": "request.output",
     "GenerationSettings": "settings.generation",
     "LanguageModel": "models.loading",
-    "MinPJudge": "judge.min_p",
     "ParseEngine": "engine",
     "ParseError": "errors",
+    "RuleJudge": "judge.rules.rule",
     "Sampling": "settings.sampling",
     "Score": "request.output",
     "Segmenter": "text.cuts",
@@ -60,9 +60,9 @@ __all__ = [
     "Generation",
     "GenerationSettings",
     "LanguageModel",
-    "MinPJudge",
     "ParseEngine",
     "ParseError",
+    "RuleJudge",
     "Sampling",
     "Score",
     "Segmenter",

@@ -95,7 +95,7 @@ class ParseEngine:
 
         Args:
             target, draft: `LanguageModel`s.
-            judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation.
+            judge: a `ValidityAdapter`, `RuleJudge` or `ZeroShotJudge`; None: lossless speculation.
         """
         from parse_infer.backends.local.backend import LocalBackend
         from parse_infer.models.loading import LanguageModel
@@ -105,7 +105,7 @@ class ParseEngine:
             if not isinstance(model, LanguageModel) and (model is not None or role == "target"):
                 raise SettingsError(f"{role} is a {type(model).__name__}; give LanguageModel(name, model, tokenizer).")
         if judge is not None and not hasattr(judge, "scorer"):
-            raise SettingsError(f"judge is {judge!r}; give a ValidityAdapter, MinPJudge or ZeroShotJudge.")
+            raise SettingsError(f"judge is {judge!r}; give a ValidityAdapter, RuleJudge or ZeroShotJudge.")
         return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibration=calibration)
 
     @classmethod

@@ -16,8 +16,9 @@ class BackendOptions:
 
     judge: str | None = None
     """A judge without training, instead of an adapter: "min_p", "min_p:ratio=0.3" (keep draft tokens at least 0.3
-    times as likely as the target's first choice) or "zero_shot" (ask the target); see `parse_infer.judge.registry`.
-    Without adapter and judge, answers are lossless speculation."""
+    times as likely as the target's first choice), "zero_shot" (ask the target), or another rule of
+    `parse_infer.judge.registry`. With an adapter, a rule is a floor: a kept token needs both. Without adapter and
+    judge, answers are lossless speculation."""
     cut_policy: CutPolicy | None = None
     """Where to cut drafts; None takes the judge's training policy."""
     calibration: str | Path | None = None

@@ -48,7 +48,9 @@ class ModelOptions:
         typer.Option(
             metavar="NAME[:KEY=VALUE]",
             help="Instead of an adapter: min_p keeps draft tokens at least 0.1 times as likely as the target's first "
-            "choice (or min_p:ratio=0.3), zero_shot asks the target. Without adapter and judge: lossless speculation.",
+            "choice (or min_p:ratio=0.3), zero_shot asks the target; also relaxed_acceptance, accept_threshold, "
+            "typical_acceptance, fly. With --adapter: a floor below its judge, such as min_p:ratio=0.01. Without "
+            "adapter and judge: lossless speculation.",
         ),
     ] = None
     calibration: Annotated[
@@ -217,7 +219,7 @@ class ModelOptions:
         from parse_infer.models.names import resolve
 
         known = Calibration.load(self.calibration) if self.calibration else None
-        if known is None and self.adapter_name is not None:
+        if known is None and self.adapter_name is not None and self.judge is None:
             known = shipped_calibration(resolve(self.adapter_name))
             known = known if known is not None and known.backend == self.backend else None
         return resolve_risk(settings.override(risk=risk), known).override(risk=None, adaptive=False)

@@ -30,7 +30,7 @@ from parse_infer.evaluation.mode_names import (
 )
 from parse_infer.evaluation.records import Record
 from parse_infer.judge.judge import Judge
-from parse_infer.judge.min_p import MinP
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer

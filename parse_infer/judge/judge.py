@@ -53,7 +53,7 @@ class Reading:
     def logprobs(self, k: int) -> TokenLogprobs:
         """The target's log-probabilities of the draft and of its `k` first choices."""
         if self.found is not None:
-            return self.found
+            return self.found.first(k)
         assert self.hidden is not None and self.logits is not None
         ids = torch.tensor(list(self.draft), dtype=torch.long, device=self.hidden.device)
         return read_logprobs(self.hidden, ids, self.logits, k)
@@ -117,7 +117,7 @@ class Scorer(Protocol):
 
 
 class Judge(Protocol):
-    """A loaded judge: `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`."""
+    """A loaded judge: `ValidityAdapter`, `RuleJudge`, `FlooredJudge` or `ZeroShotJudge`."""
 
     config: ValidityConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,16 +41,28 @@ class TokenLogprobs:
         return self.ids == self.top_ids[..., 0]  # a tie counts as another choice
 
     @property
+    def entropy(self) -> Tensor:
+        """Entropy of the first k choices and of all other tokens taken as one, in nats, float32 [T].
+
+        It is at most the entropy of the whole distribution."""
+        top = self.top.clamp_min(LOWEST)
+        chances = top.exp()
+        left = (1 - chances.sum(-1)).clamp_min(_LEAST_LEFT)
+        return -(chances * top).sum(-1) - left * left.log()
+
+    def first(self, k: int) -> TokenLogprobs:
+        """The same with the first `k` choices only."""
+        return replace(self, top_ids=self.top_ids[..., :k], top=self.top[..., :k])
+
+    @property
     def features(self) -> Tensor:
         """Numbers that a `LogprobHead` reads, float32 [T, `n_features(k)`]: log-probability, gap to the first choice,
         rank (k: not among the first k), entropy over the first k and the rest, the rest's mass, the first k, and
         whether the token is the first choice. All are scaled to a few units. More dimensions may lead."""
         own, top = self.own.clamp_min(LOWEST), self.top.clamp_min(LOWEST)
-        chances = top.exp()
-        left = (1 - chances.sum(-1)).clamp_min(_LEAST_LEFT)
-        entropy = -(chances * top).sum(-1) - left * left.log()
+        left = (1 - top.exp().sum(-1)).clamp_min(_LEAST_LEFT)
         rank = (self.top > self.own[..., None]).sum(-1).float()
-        columns = [own / 3, (top[..., 0] - own) / 3, rank.log1p(), entropy, left.log() / 3]
+        columns = [own / 3, (top[..., 0] - own) / 3, rank.log1p(), self.entropy, left.log() / 3]
         return torch.cat([torch.stack([*columns, self.is_greedy_choice.float()], -1), top / 3], dim=-1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Probe:
 @dataclass(frozen=True)
 class ZeroShot:
     """The judge by name: `judge="zero_shot"`. It has no options."""
+
+    summary: ClassVar[str] = "the prompt asks the target whether each prefix is right"
 
     def load(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None) -> ZeroShotJudge:
         assert model is not None, "over servers `ZeroShotRequests` asks the question"

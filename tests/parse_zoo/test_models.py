@@ -13,7 +13,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter
-from parse_infer.judge.min_p import MinP
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.models.names import collection_folder, resolve
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.trained_heads import save_head

@@ -47,7 +47,7 @@ class LocalBackend:
     Args:
         target: the model whose quality PARSE preserves.
         draft: the draft model; None if drafts are texts or come from `drafter`.
-        judge: a `ValidityAdapter`, `MinPJudge` or `ZeroShotJudge`; None: lossless speculation.
+        judge: a `ValidityAdapter`, `RuleJudge` or `ZeroShotJudge`; None: lossless speculation.
         drafter: a source of drafts that replaces `draft`.
         target_drafter: token drafter of the target.
         cut_policy: where to cut drafts; None takes the judge's training policy.

@@ -10,8 +10,10 @@ from parse_infer.backends.local.backend import LocalBackend
 from parse_infer.backends.local.options import AUTO, LocalOptions
 from parse_infer.calibration.schema import Calibration, shipped_calibration
 from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.floor import FlooredJudge
 from parse_infer.judge.judge import Judge
 from parse_infer.judge.registry import find_rule
+from parse_infer.judge.rules.rule import TokenRule
 from parse_infer.models.loading import LanguageModel, find_model, load_language_model
 from parse_infer.models.names import resolve
 from parse_infer.models.token_map import token_map
@@ -51,7 +53,8 @@ def load_backend(
     loaded, draft_model = _load_models(target, draft, chosen)
     judge: Judge | None = None
     if adapter is not None:
-        judge = ValidityAdapter.from_pretrained(adapter, loaded.model)
+        trained = ValidityAdapter.from_pretrained(adapter, loaded.model)
+        judge = FlooredJudge(trained, rule) if isinstance(rule, TokenRule) else trained
     elif rule is not None:
         judge = rule.load(loaded.tokenizer, loaded.model)
     return LocalBackend(
@@ -60,7 +63,7 @@ def load_backend(
         judge,
         target_drafter=_token_drafter(chosen.target_drafter, loaded, draft_model),
         cut_policy=chosen.cut_policy,
-        calibration=shipped_calibration(adapter) if promises is None else promises,
+        calibration=shipped_calibration(adapter) if promises is None and rule is None else promises,
         train_problems=train_problems_of(target, draft),
     )
 

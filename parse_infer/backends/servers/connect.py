@@ -25,9 +25,11 @@ from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_ca
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
+from parse_infer.judge.floor import FlooredScorer, floored
 from parse_infer.judge.logprob_head import LogprobHead
-from parse_infer.judge.min_p import MinP
 from parse_infer.judge.registry import Rule, find_rule
+from parse_infer.judge.rules.min_p import MinP
+from parse_infer.judge.rules.rule import TokenRule
 from parse_infer.judge.zero_shot import ZeroShot
 from parse_infer.models.fingerprint import describe_config
 from parse_infer.models.loading import (
@@ -99,7 +101,7 @@ def find_parts(
         "backend": "vllm",
         "target": str(target),
         "draft": None if draft is None else str(draft),
-        "adapter": _judge_name(files, options.judge),
+        "adapter": _judge_name(files, options.judge, rule),
         "cut_policy": cut_policy.to_dict(),
         "template_options": dict(options.template_options or {}),
     }
@@ -146,9 +148,11 @@ def _find_draft(draft: str | Path | None, options: ServerOptions) -> tuple[Token
         return None, str(draft)
 
 
-def _judge_name(adapter: AdapterFiles | None, judge: str | None) -> str | None:
+def _judge_name(adapter: AdapterFiles | None, judge: str | None, rule: Rule | None) -> str | None:
     if adapter is not None:
-        return adapter.fingerprint
+        return floored(adapter.fingerprint, rule) if isinstance(rule, TokenRule) else adapter.fingerprint
+    if isinstance(rule, TokenRule):
+        return rule.fingerprint
     return None if judge is None else judge.partition(":")[0].replace("_", "-")
 
 
@@ -159,7 +163,7 @@ def _find_calibration(
     promises = None
     if options.calibration is not None:
         promises = Calibration.load(options.calibration)
-    elif adapter is not None:
+    elif adapter is not None and options.judge is None:  # the adapter's own is without a floor
         promises = shipped_calibration(adapter.folder)
         if promises is not None and promises.backend != models["backend"]:
             promises = None  # made for the local backend
@@ -224,7 +228,7 @@ def _judge(
     """The judge, its cut policy and its threshold."""
     if isinstance(rule, ZeroShot):
         return ZeroShotRequests(language.tokenizer, language.eos_ids), CutPolicy(), None
-    if rule is not None:
+    if rule is not None and adapter is None:
         judge = rule.load(language.tokenizer, None)
         scorer = judge.scorer(language.tokenizer, language.eos_ids)
         return LogprobReads(judge.config, scorer, max_read_tokens), CutPolicy(), judge.config.threshold
@@ -240,5 +244,7 @@ def _judge(
     head = read_head(str(adapter.folder), config, adapter.head)
     assert isinstance(head, LogprobHead)
     scorer = ValidityAdapter(config, head).scorer(language.tokenizer, language.eos_ids)
+    if isinstance(rule, TokenRule):
+        scorer = FlooredScorer(scorer, rule)
     reads = LogprobReads(config, scorer, max_read_tokens)
     return reads, CutPolicy.from_dict(config.cut_policy), config.threshold

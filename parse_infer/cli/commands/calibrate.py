@@ -104,9 +104,9 @@ def calibrate(
     console = Console(highlight=False)
     console.print(promises_table(calibration))
     written = [Path(out) / FILE]
-    own_cuts = models.cut_policy is None  # else the adapter's own calibration must stay
+    plain = models.cut_policy is None and models.judge is None  # else the adapter's own calibration must stay
     adapter = None if models.served else models.adapter_name
-    if own_cuts and adapter is not None and Path(adapter).is_dir():
+    if plain and adapter is not None and Path(adapter).is_dir():
         written.insert(0, Path(adapter) / FILE)
     for path in written:
         calibration.save(path)

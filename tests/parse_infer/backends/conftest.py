@@ -22,7 +22,7 @@ from parse_infer.backends.servers.parts import Parts
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.min_p import MinP
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving

@@ -13,7 +13,7 @@ from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.min_p import MinPJudge
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.request.events import Accepted, Done, Drafted, Resumed, Verified
 from parse_infer.request.output import Generation
@@ -65,7 +65,7 @@ def test_answers_are_those_of_the_local_engine(engine, connect, options, local_r
 
 @pytest.mark.parametrize("block_tokens", ["whole", 12])
 def test_the_judge_without_training_is_the_same_over_servers(engine, connect, block_tokens):
-    judge = MinPJudge(engine.target.tokenizer, 0.1)
+    judge = MinP(0.1).load(engine.target.tokenizer)
     engine = ParseEngine.from_models(engine.target, engine.draft, judge, cut_policy=CUTS)
     coordinator, *_ = connect(engine)
     wanted = [engine.generate(prompt, max_new_tokens=40, block_tokens=block_tokens) for prompt in PROMPTS]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from parse_infer.engine import ParseEngine
-from parse_infer.judge.min_p import MinPJudge
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.request.answer import Answer
 from parse_infer.request.events import Accepted, Resumed
 from parse_infer.settings.sampling import Sampling
@@ -125,7 +125,7 @@ def test_an_answers_text_is_that_of_its_tokens_whoever_wrote_them(make_model, to
     words, prompt = pair[0].tokenizer, Verbatim("ធុ 툠")
     for lm in pair:
         lm.eos_ids = set()
-    engine = ParseEngine.from_models(*pair, MinPJudge(words, 0.3))
+    engine = ParseEngine.from_models(*pair, MinP(0.3).load(words))
     for settings in ({"block_tokens": 3}, {"block_tokens": 8, "stop": ("\ufffd",)}, {"threshold": 2.0}):
         for sampling in (Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2)):
             sampled = {"draft_sampling": sampling, "resume_sampling": sampling}

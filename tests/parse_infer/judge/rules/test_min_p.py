@@ -10,7 +10,8 @@ import torch
 from parse_infer.backends.local.load import load_backend
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.min_p import MinPJudge, lowest_ratios
+from parse_infer.judge.rules.min_p import MinP
+from parse_infer.judge.rules.rule import RuleJudge
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
 PROMPTS = ["Tom has 5 apples.", "How many?", "Ann sells 48 clips.", "2 + 2"]
@@ -22,7 +23,7 @@ def min_p_engine(make_engine):
 
     def make(min_p: float, noise: float = 0.3) -> ParseEngine:
         engine = make_engine(noise)
-        return ParseEngine.from_models(engine.target, engine.draft, MinPJudge(engine.target.tokenizer, min_p))
+        return ParseEngine.from_models(engine.target, engine.draft, MinP(min_p).load(engine.target.tokenizer))
 
     return make
 
@@ -36,15 +37,16 @@ def ratios(engine: ParseEngine, prompt: str, answer: list[int]) -> list[float]:
     return (-gaps).exp().tolist()
 
 
-def test_the_validity_is_the_lowest_ratio_so_far():
+def test_the_validity_is_the_lowest_ratio_so_far(tokenizer):
     own, first = torch.tensor([-0.5, -1.0, -0.1, -2.0]), torch.tensor([[-0.5], [-0.7], [-0.1], [-0.2]])
     found = TokenLogprobs(torch.tensor([4, 5, 6, 7]), own, torch.tensor([[4], [9], [6], [8]]), first)
-    scores = lowest_ratios(found, Carried())
+    judge = RuleJudge(MinP(), tokenizer)
+    scores = judge.token_scores(found, Carried())
     expected = [1.0, math.exp(-0.3), math.exp(-0.3), math.exp(-1.8)]
     assert scores.logits.sigmoid().tolist() == pytest.approx(expected, abs=1e-6)
     half = TokenLogprobs(found.ids[2:], own[2:], found.top_ids[2:], first[2:])
     carried = scores.carried(2, 2)
-    assert lowest_ratios(half, carried).logits.sigmoid().tolist() == pytest.approx(expected[2:], abs=1e-6)
+    assert judge.token_scores(half, carried).logits.sigmoid().tolist() == pytest.approx(expected[2:], abs=1e-6)
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", 5, "whole"])
@@ -73,11 +75,11 @@ def test_at_one_the_answer_is_the_greedy_targets(min_p_engine):
         assert engine.generate(prompt, max_new_tokens=48).token_ids == wanted
 
 
-def test_at_one_a_token_as_likely_as_the_first_choice_is_rejected():
+def test_at_one_a_token_as_likely_as_the_first_choice_is_rejected(tokenizer):
     """Greedy decoding would not write it."""
     own = torch.tensor([-0.7, -0.7])
     found = TokenLogprobs(torch.tensor([4, 9]), own, torch.tensor([[4], [8]]), own[:, None])
-    first, tie = lowest_ratios(found, Carried()).logits.sigmoid().tolist()
+    first, tie = RuleJudge(MinP(), tokenizer).token_scores(found, Carried()).logits.sigmoid().tolist()
     assert first == 1 > tie > 0.9999
 
 
@@ -96,7 +98,7 @@ def test_a_request_may_have_a_threshold_of_its_own(min_p_engine):
     [
         ({"judge": "min_p:ratio=0"}, "the ratio of min_p is 0.0; it must be above 0 and at most 1"),
         ({"judge": "min_p:ratio=1.5"}, "the ratio of min_p is 1.5; it must be above 0 and at most 1"),
-        ({"judge": "min_p", "adapter": "zoo:adapter"}, "'zoo:adapter' and judge 'min_p' were both given: choose one"),
+        ({"judge": "zero_shot", "adapter": "zoo:adapter"}, "judge 'zero_shot' were both given: choose one, or give"),
         ({"judge": "min_q"}, "'min_q' is not a judge; did you mean 'min_p'"),
     ],
 )

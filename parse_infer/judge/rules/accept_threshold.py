@@ -1,0 +1,43 @@
+"""SGLang's accept threshold: a draft token is kept if the target gives it at least a probability of `single`.
+
+Source: `--speculative-accept-threshold-single`, as `TreeSpeculativeSamplingTargetOnly` reads it
+(sgl-kernel/csrc/speculative/speculative_sampling.cuh). SGLang applies it to sampled answers only. It also keeps a
+token if a uniform random number is at most its probability over `--speculative-accept-threshold-acc`. That part is
+left out: a judge sees neither the request's seed nor its sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parse_infer.judge.rules.rule import TokenRule, check_between
+from parse_infer.judge.token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class AcceptThreshold(TokenRule):
+    """The judge's option: `judge="accept_threshold:single=0.3"`.
+
+    Args:
+        single: keep draft tokens of at least this probability; default threshold. SGLang's default is 1.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1.
+    """
+
+    single: float = 0.3
+
+    summary = "SGLang's accept_threshold_single: keeps draft tokens of at least this probability"
+    fingerprint = "accept-threshold"
+
+    def __post_init__(self) -> None:
+        check_between("accept_threshold", "single", self.single, 0, 1)
+
+    @property
+    def threshold(self) -> float:
+        return self.single
+
+    def log_scores(self, found: TokenLogprobs) -> Tensor:
+        return found.own
