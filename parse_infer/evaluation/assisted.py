@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
@@ -25,6 +26,7 @@ _SIZES: dict[str, tuple[str, type]] = {
     "tokens": (r"[1-9]\d*", int),
     "confidence": (r"0(\.\d+)?|1(\.0+)?", float),
     "schedule": ("|".join(get_args(Schedule)), str),
+    "ensemble": (r"0\.\d*[1-9]\d*", float),
 }
 
 
@@ -39,12 +41,15 @@ class AssistantSettings:
     tunes this value within each answer, from this start."""
     schedule: Schedule | None = None
     """"heuristic" changes `tokens` within an answer: two more if all were accepted, else one less."""
+    ensemble: float | None = None
+    """`assistant_ensemble_weight`: the draft is compared with the likeliest token of a mixture, of which the target's
+    distribution is this share and the assistant's the rest. Not lossless."""
 
     @classmethod
     def parse(cls, name: str) -> AssistantSettings:
-        """Parse "assisted:tokens=8:confidence=0.3:schedule=heuristic"; each part is optional.
+        """Parse "assisted:tokens=8:confidence=0.3:schedule=heuristic:ensemble=0.5"; each part is optional.
 
-        Raises ValueError for an unknown key or a value out of range.
+        Raises ValueError for an unknown key, a value out of range, or an installed transformers without ensembles.
         """
         values: dict[str, Any] = {}
         for part in name.split(":")[1:]:
@@ -53,9 +58,14 @@ class AssistantSettings:
             if not re.fullmatch(pattern, value):
                 raise ParseError(
                     f"{part!r} in mode {name!r} is none of: tokens=NUMBER, confidence=0 to 1, "
-                    f"schedule={' or '.join(get_args(Schedule))}"
+                    f"schedule={' or '.join(get_args(Schedule))}, ensemble=a number between 0 and 1"
                 )
             values[key] = convert(value)
+        if "ensemble" in values and not hasattr(GenerationConfig(), "assistant_ensemble_weight"):
+            raise ParseError(
+                f"mode {name!r} needs assistant_ensemble_weight, which transformers {transformers.__version__} lacks: "
+                "install a newer one"
+            )
         return cls(**values)
 
     @contextmanager
@@ -96,11 +106,17 @@ class TransformersGeneration:
         if draft is not None:
             tokens = token_map(draft.tokenizer, target.tokenizer)
             self._draft_model = draft.model
+            if tokens is None and self._assistant.ensemble is not None:
+                raise ParseError(
+                    "assisted:ensemble mixes two distributions over one vocabulary, and the draft model has another"
+                )
             if tokens is None:
                 self._options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
             elif not tokens.is_identity:
                 self._draft_model = in_target_vocabulary(draft, target, tokens)
             self._options["assistant_model"] = self._draft_model
+            if self._assistant.ensemble is not None:  # transformers reads it from the target's settings
+                self._options["assistant_ensemble_weight"] = self._assistant.ensemble
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ CURVES = {
     "parse-min-p": ("PARSE without training, min-p", "#5aae61"),
     "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d"),
 }
+_OTHER_RULES = ("#2166ac", "#d6604d", "#8073ac", "#35978f")  # colours of other modes without training, in turn
 POINTS = {
     "target": ("target alone", "o", "#222222"),
     "draft": ("draft model alone", "s", "#777777"),
@@ -39,8 +41,9 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
     n = sweep["problems"] if sweep else results["environment"]["problems"]
     speed = "speedup" if "target" in modes else "tokens_per_s"
     with plot(path, results) as (axes,):
-        for name, (label, colour) in CURVES.items():
-            points = [p for p in (sweep["points"] if sweep else []) if p["mode"] == name]
+        swept = sweep["points"] if sweep else []
+        for name, (label, colour) in _curves([*modes, *(p["mode"] for p in swept)]).items():
+            points = [p for p in swept if p["mode"] == name]
             _curve(axes, points, speed, label, colour)
             if name in modes:
                 chosen = name == "parse"
@@ -78,6 +81,15 @@ def plot(path: Path, results: dict[str, Any], columns: int = 1) -> Iterator[list
     figure.legend(loc="outside lower center", ncols=columns + 1, fontsize=8, frameon=False)
     with atomic_write(path) as beside:
         figure.savefig(beside, format="png", metadata={ORIGIN: digest(results)})
+
+
+def _curves(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Label and colour of each kind of PARSE that accepts or rejects by a judge."""
+    others = [name for name in dict.fromkeys(names) if name.startswith("parse-") and name not in CURVES]
+    return CURVES | {
+        name: (f"PARSE without training, {name.removeprefix('parse-').replace(':', ', ')}", colour)
+        for name, colour in zip(others, itertools.cycle(_OTHER_RULES), strict=False)
+    }
 
 
 def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, colour: str) -> None:

@@ -3,8 +3,9 @@
 A name begins with a key of `MODES`. These suffixes may follow:
 - sizes of "assisted": "assisted:tokens=8:confidence=0.3";
 - the token drafter of the modes in `SPECULATING`: "target+draft:tokens=12", "parse+FOLDER";
+- options of the judge of the modes in `RULE_MODES`: "parse-fly:entropy=0.5:window=4";
 - a length of blocks, "adaptive" or "stream" for PARSE: "parse:whole", "parse:32" (default: the benchmark's setting),
-  "parse:adaptive", "parse:stream";
+  "parse:adaptive", "parse:stream", "parse-fly:window=4:32";
 - the threshold of a sweep: "parse@0.5".
 """
 
@@ -15,16 +16,18 @@ from collections.abc import Iterable, Sequence
 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
+from parse_infer.judge.registry import RULES, find_rule
 from parse_infer.settings.generation import BlockTokens
 from parse_infer.speculation.registry import check_token_drafter, split_name
 from parse_infer.suggest import suggestion
 
+RULE_MODES = {f"parse-{name.replace('_', '-')}": name for name in RULES}
+"""Modes with a judge without training, and its name in the registry."""
 MODES = {
     "target": "the target alone",
     "draft": "the draft model alone",
     "parse": "PARSE with its defaults: trained adapter, the draft model as token drafter",
-    "parse-min-p": "PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)",
-    "parse-zero-shot": "PARSE without adapter: the prompt asks the target whether each prefix is right",
+    **{mode: f"PARSE without training: {RULES[name].summary}" for mode, name in RULE_MODES.items()},
     "sequential": "verifies each segment before drafting the next (SpecReason), with PARSE's judge and token drafter",
     "assisted": "transformers' assisted generation with the same draft model",
     "transformers": "the target alone in transformers' own decode loop",
@@ -36,7 +39,7 @@ LENGTHS = ("auto", "whole")  # of blocks, besides numbers
 NO_DRAFTER = "none"  # parse+none: no token drafter for the target, except the rejected draft
 SPECULATION = "target+draft"
 DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "parse", "parse-min-p", "parse-zero-shot")
-SWEPT = ("parse", "parse-min-p", "parse-zero-shot")  # modes that a sweep runs at every threshold
+SWEPT = ("parse", *RULE_MODES)  # modes that a sweep runs at every threshold
 NEEDS_ADAPTER = ("parse", "sequential")
 DRAFTING = (*SWEPT, "sequential", "assisted")  # modes that accept or reject a draft
 
@@ -64,8 +67,22 @@ def is_stream(name: str) -> bool:
 
 def _variant(name: str) -> str:
     """The known suffix after ":" of a PARSE mode, or ""."""
-    base, _, said = re.split("[@+]", name)[0].partition(":")
+    base, *sizes = _sizes(name)
+    said = sizes[-1] if sizes else ""
     return said if base in SWEPT and (said in (*LENGTHS, ADAPTIVE, STREAM) or (said.isdecimal() and int(said))) else ""
+
+
+def judge_of(name: str) -> str | None:
+    """The judge without training of a mode, as `find_rule` reads it; None: the adapter or none."""
+    base, *sizes = _sizes(name)
+    if base not in RULE_MODES:
+        return None
+    return f"{RULE_MODES[base]}:{','.join(size for size in sizes if size != _variant(name))}"
+
+
+def _sizes(name: str) -> list[str]:
+    """The mode's key in `MODES`, then the parts after each ":", without threshold and token drafter."""
+    return re.split("[@+]", name)[0].split(":")
 
 
 def drafter_of(name: str) -> str | None:
@@ -88,6 +105,8 @@ def check_modes(names: Iterable[str]) -> tuple[str, ...]:
             continue
         if name.startswith("assisted:"):
             AssistantSettings.parse(name)
+        elif not plus and "=" in name and base_of(name) in RULE_MODES:
+            find_rule(judge_of(name))
         elif plus or base not in MODES:
             known = [*MODES, *(f"{mode}:{variant}" for mode in SWEPT for variant in (*LENGTHS, ADAPTIVE, STREAM))]
             raise ParseError(f"unknown mode {name!r}; {suggestion(name, known)}")

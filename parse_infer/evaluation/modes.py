@@ -26,12 +26,12 @@ from parse_infer.evaluation.mode_names import (
     drafter_of,
     is_adaptive,
     is_stream,
+    judge_of,
     needs,
 )
 from parse_infer.evaluation.records import Record
 from parse_infer.judge.judge import Judge
-from parse_infer.judge.rules.min_p import MinP
-from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.judge.registry import find_rule
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import same_tokenizer
 from parse_infer.models.token_map import token_map
@@ -130,12 +130,9 @@ def make_modes(
             own = judged.override(block_tokens=length, adaptive=is_adaptive(name) or judged.adaptive)
             if base == "sequential":
                 own = judged
-            elif base == "parse-min-p":
-                judge = MinP().load(engine.target.tokenizer)
-                own = own.override(threshold=None)
-            elif base == "parse-zero-shot":
-                judge = ZeroShotJudge(engine.target.model, engine.target.tokenizer, engine.backend.segmenter.policy)
-                judge_threshold = zero_shot_threshold
+            elif (rule := find_rule(judge_of(name))) is not None:
+                judge = rule.load(engine.target.tokenizer, engine.target.model)
+                judge_threshold = zero_shot_threshold if base == "parse-zero-shot" else None
                 own = own.override(threshold=None)
             parse = _with_proposer(
                 engine, _proposer_of(engine, name), judge, judge_threshold, one_segment=base == "sequential"

@@ -98,7 +98,20 @@ def test_a_judge_without_training_takes_the_place_of_the_embedded_adapter():
     (mode,) = make_modes(engine, ["parse-min-p"], GenerationSettings(8, threshold=0.9))
     assert mode.engine.threshold == MinP().ratio, "the threshold is the adapter's"
     with pytest.raises(ValueError, match="were both given: choose one"):
-        ModelOptions(judge="min_p:ratio=0.3", adapter="zoo:adapter").load()
+        ModelOptions(judge="zero_shot", adapter="zoo:adapter").load()
+
+
+@pytest.mark.slow
+def test_the_embedded_adapter_may_have_a_floor():
+    """Its calibration was made without one."""
+    plain = ModelOptions().load()
+    models = ModelOptions(judge="min_p:ratio=0.01", adapter="zoo:adapter")
+    floored = models.load()
+    assert floored.describe()["adapter"] == f"{plain.describe()['adapter']}, min-p at 0.01"
+    assert floored.threshold == plain.threshold and floored.train_problems == plain.train_problems
+    assert plain.calibration is not None and floored.calibration is None
+    with pytest.raises(ValueError, match="this engine has no calibration"):
+        models.with_promise(GenerationSettings(), 0.05)
 
 
 def test_the_zoo_stays_small_and_safe():

@@ -75,7 +75,9 @@ def bench(
       sequential        verify each segment before drafting the next (SpecReason), with PARSE's token drafter
       parse             PARSE with its defaults: trained adapter, the draft model as token drafter
       parse-min-p       PARSE without training: keeps what min-p sampling of the target could have written (min_p 0.1)
-      parse-zero-shot   PARSE without adapter: the prompt asks the target whether each prefix is right
+      parse-zero-shot   PARSE without training: the prompt asks the target whether each prefix is right
+      parse-RULE        PARSE with another judge without training: parse-relaxed-acceptance, parse-accept-threshold,
+                        parse-typical-acceptance, parse-fly
       transformers      the target alone in transformers' own decode loop
       target+NAME       the target with the token drafter lookup, draft or the folder of a trained head
       parse:whole       PARSE with this --block-tokens; also parse:auto, parse:32
@@ -86,7 +88,8 @@ def bench(
     \b
     Sizes follow a name:
       target+draft:tokens=12:confidence=0.3, parse+FOLDER:tokens=4:top_k=3
-      assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own)
+      assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own), assisted:ensemble=0.5 (lossy)
+      parse-min-p:ratio=0.3, parse-fly:entropy=0.5:window=4 (options of --judge)
 
     \b
     Modes with --backend vllm (clients.json, clients.md, clients.png):

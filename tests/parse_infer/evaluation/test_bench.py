@@ -25,8 +25,17 @@ from parse_infer.decoding import adaptive
 from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
+from parse_infer.evaluation import assisted
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
-from parse_infer.evaluation.mode_names import DEFAULT_MODES, MODES, SWEPT, check_modes, describe_mode
+from parse_infer.evaluation.mode_names import (
+    DEFAULT_MODES,
+    MODES,
+    SWEPT,
+    block_tokens_of,
+    check_modes,
+    describe_mode,
+    judge_of,
+)
 from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
@@ -34,6 +43,7 @@ from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
 from parse_infer.evaluation.tables import category_table, header, terminal_tables
+from parse_infer.judge.registry import find_rule
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.settings.generation import GenerationSettings
@@ -306,15 +316,69 @@ def test_sizes_follow_the_name_of_the_mode(engine):
     assert AssistantSettings.parse("assisted:tokens=8:confidence=0.25") == AssistantSettings(8, 0.25)
 
 
+def test_an_ensemble_of_assisted_generation_keeps_what_the_mixture_prefers(engine):
+    prompt = PROBLEMS[0].prompt
+    (plain, mixed) = make(engine, "assisted", "assisted:ensemble=0.3")
+    answers = [timed(engine, mode, prompt)[0].token_ids for mode in (plain, mixed)]
+    context = engine.target.render(prompt)
+    with torch.inference_mode():
+        target, draft = (
+            each.model(torch.tensor([context + answers[1]])).logits[0, len(context) - 1 : -1].softmax(-1)
+            for each in (engine.target, engine.draft)
+        )
+    own, preferred = target.argmax(-1).tolist(), (0.3 * target + 0.7 * draft).argmax(-1).tolist()
+    assert all(token in pair for token, *pair in zip(answers[1], own, preferred, strict=True))
+    assert answers[1] != own and answers[0] != answers[1], "the models must differ for this test"
+
+
+def test_an_ensemble_needs_a_transformers_that_has_it(monkeypatch):
+    monkeypatch.setattr(assisted, "GenerationConfig", object)
+    with pytest.raises(ValueError, match=r"needs assistant_ensemble_weight, which transformers .* lacks: install"):
+        check_modes(["assisted:ensemble=0.5"])
+
+
+def test_a_rule_is_a_mode_with_its_options(engine):
+    fly = "parse-fly:entropy=0.5:window=2"
+    names = (fly, f"{fly}:8", "parse-relaxed-acceptance", "parse-fly:16")
+    judges = ["fly:entropy=0.5,window=2", "fly:entropy=0.5,window=2", "relaxed_acceptance:", "fly:"]
+    assert [judge_of(name) for name in (*names, "parse", "target+draft")] == [*judges, None, None]
+    modes = make(engine, *names)
+    assert [mode.engine.backend.judge.rule for mode in modes] == list(map(find_rule, judges))
+    assert [block_tokens_of(name) for name in names] == [None, 8, None, 16]
+    lengths = [timed(engine, mode, PROBLEMS[0].prompt)[0].stats.block_tokens for mode in modes[1::2]]
+    assert lengths == [8, 16]
+    swept = make_modes(engine, ["parse-typical-acceptance"], GenerationSettings(8), thresholds=(0.2,))
+    assert [mode.name for mode in swept] == ["parse-typical-acceptance", "parse-typical-acceptance@0.2"]
+    assert describe_mode(fly).endswith("with the next tokens, entropy=0.5, window=2")
+    for wrong, sentence in (
+        ("parse-fly:size=2", "'size' is no option of the judge fly"),
+        ("parse-fly:window=0", "the window of fly is 0"),
+        ("parse-fly:window=2:wole", "'wole' is no option of the judge fly"),
+        ("parse-flie", "unknown mode 'parse-flie'; did you mean 'parse-fly'"),
+        ("parse-fly:window=2+lookup", "unknown mode"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            check_modes([wrong])
+
+
 def test_modes_in_words():
     assert describe_mode("parse+none") == "PARSE with the trained adapter, no token drafter"
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
 
 @pytest.mark.parametrize(
-    "name", ["assisted:tokens=0", "assisted:confidence=2", "assisted:schedule=never", "assisted:size=3", "assisted:"]
+    "name",
+    [
+        "assisted:tokens=0",
+        "assisted:confidence=2",
+        "assisted:schedule=never",
+        "assisted:size=3",
+        "assisted:",
+        "assisted:ensemble=1",
+    ],
 )
-def test_wrong_sizes_of_assisted_generation_are_named(name):
+def test_wrong_sizes_of_assisted_generation_are_named(size):
+    name = f"assisted:{size}"
     with pytest.raises(ValueError, match=f"in mode '{name}' is none of: tokens=NUMBER"):
         check_modes([name])
 
