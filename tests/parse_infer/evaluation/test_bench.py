@@ -366,17 +366,7 @@ def test_modes_in_words():
     assert set(DEFAULT_MODES) - set(MODES) == {"target+draft"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "assisted:tokens=0",
-        "assisted:confidence=2",
-        "assisted:schedule=never",
-        "assisted:size=3",
-        "assisted:",
-        "assisted:ensemble=1",
-    ],
-)
+@pytest.mark.parametrize("size", ["tokens=0", "confidence=2", "schedule=never", "size=3", "", "ensemble=1"])
 def test_wrong_sizes_of_assisted_generation_are_named(size):
     name = f"assisted:{size}"
     with pytest.raises(ValueError, match=f"in mode '{name}' is none of: tokens=NUMBER"):
