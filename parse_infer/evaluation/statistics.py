@@ -49,6 +49,18 @@ def rate_ratio_interval(
     )
 
 
+def ratio_intervals(above: ArrayLike, below: ArrayLike, *, seed: int = 0) -> NDArray[np.float64]:
+    """Paired percentile intervals of sum(above) / sum(below), for each column of [n, m], as [m, 2].
+
+    All columns share the resamples of the n problems, so many columns cost little more than one.
+    """
+    columns = [np.asarray(part, dtype=np.float64) for part in (above, below)]
+    n = len(columns[0])
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
+    ratios: NDArray[np.float64] = (drawn @ columns[0]) / (drawn @ columns[1])
+    return np.quantile(ratios, [0.025, 0.975], axis=0).T
+
+
 def _paired_shares(ours: NDArray[np.bool_], theirs: NDArray[np.bool_]) -> Interval:
     n, a, b = len(ours), int(ours.sum()), int(theirs.sum())
     both, neither = int((ours & theirs).sum()), int((~ours & ~theirs).sum())

@@ -41,7 +41,12 @@ from parse_infer.evaluation.records import Record
 from parse_infer.evaluation.report import summarise
 from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
-from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
+from parse_infer.evaluation.statistics import (
+    difference_interval,
+    rate_ratio_interval,
+    ratio_intervals,
+    wilson_interval,
+)
 from parse_infer.evaluation.tables import category_table, header, terminal_tables
 from parse_infer.judge.registry import find_rule
 from parse_infer.models.loading import LanguageModel
@@ -151,6 +156,11 @@ def test_bootstrap_is_paired_and_repeatable():
     interval = difference_interval(share, other, seed=3)
     assert interval == difference_interval(share, other, seed=3)
     assert interval[0] < share.mean() - other.mean() < interval[1]
+    above, below = generator.random((200, 2)), generator.random((200, 1)) + 0.5
+    found = ratio_intervals(above, below)
+    for own, (low, high) in zip(above.T, found, strict=True):
+        one = rate_ratio_interval(own, below[:, 0], np.ones(200), np.ones(200))
+        assert (low, high) == pytest.approx(one, abs=0.01) and low < own.sum() / below.sum() < high
 
 
 @pytest.mark.slow

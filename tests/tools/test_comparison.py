@@ -1,0 +1,161 @@
+"""A comparison of rules: one file a rule, resumable, with the figures that the records give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from parse_infer.calibration import measure
+from parse_infer.calibration.measure import Outcome
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.cli.model_options import ModelOptions
+from parse_infer.engine import ParseEngine
+from parse_infer.judge.registry import find_rule
+from tests.parse_infer.conftest import make_engine
+from tools import comparison
+from tools.comparison_results import draw, markdown, summarise
+
+__all__ = ["make_engine"]  # a fixture of the engine's tests
+
+PAIR = {
+    "task": "jsonl",
+    "task_option": ["check_with=none"],
+    "limit": 4,
+    "loss": "disagreement",
+    "risks": [0.5, 0.9],
+    "blocks": [4],
+    "max_new_tokens": 8,
+    "timed": 2,
+}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two rules, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": f"p{i}", "prompt": f"Tom has {i} apples."} for i in range(6)]
+    Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = Path("comparison/tiny")
+    folder.mkdir(parents=True)
+    options = PAIR | {"task_option": [*PAIR["task_option"], "path=problems.jsonl"]}
+    (folder / "pair.yaml").write_text(yaml.safe_dump(options))
+    (folder / "min_p.yaml").write_text("judge: min_p\n")
+    (folder / "fly.yaml").write_text("judge: fly:window=2\nblocks: [6]\nlabel: FLy, window 2\n")
+    return folder
+
+
+@pytest.fixture
+def loads(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The judges of the engines that were loaded: tiny random models."""
+    loaded: list[str | None] = []
+    given = make_engine(noise=0.3)
+
+    def load(options: ModelOptions) -> ParseEngine:
+        loaded.append(options.judge)
+        judge = find_rule(options.judge).load(given.target.tokenizer)
+        return ParseEngine.from_models(given.target, given.draft, judge)
+
+    monkeypatch.setattr(ModelOptions, "load", load)
+    monkeypatch.setattr(measure, "THRESHOLDS", (*measure.THRESHOLDS[::17], 0.0))
+    return loaded
+
+
+def run(*arguments: str) -> int:
+    return comparison.run_app(comparison.app, comparison.COMMAND, list(arguments))
+
+
+@pytest.mark.slow
+def test_each_rule_is_calibrated_once(pair: Path, loads: list[str | None], capsys):
+    assert run(str(pair), "--render-only") == 2
+    assert "no rule of comparison/tiny has been measured" in capsys.readouterr().err
+    assert run(str(pair)) == 0 and loads == ["fly:window=2", "min_p"]
+    results = json.loads((pair / "results.json").read_text())
+    assert list(results["rules"]) == ["fly", "min_p"] and (pair / "figure.png").read_bytes().startswith(b"\x89PNG")
+    table = (pair / "results.md").read_text()
+    assert "| fly | 50 |" not in table and "| FLy, window 2 | 50 |" in table and "4 problems, 2 timed" in table
+    (pair / "accept_threshold.yaml").write_text("judge: accept_threshold\n")
+    capsys.readouterr()
+    assert run(str(pair), "--render-only") == 0 and loads == ["fly:window=2", "min_p"]
+    assert "accept_threshold has not been measured with these options; it is left out" in capsys.readouterr().err
+    assert json.loads((pair / "results.json").read_text())["rules"] == results["rules"]
+    assert run(str(pair)) == 0 and loads[2:] == ["accept_threshold"], "another rule is one file"
+    for name, rule in json.loads((pair / "results.json").read_text())["rules"].items():
+        text = Path(f"runs/comparison/tiny/{name}/records.jsonl").read_text()
+        records = [json.loads(line) for line in text.splitlines()]
+        assert (rule["problems"], rule["timed"]) == (4, 2)
+        assert rule["models"]["adapter"].startswith(name.replace("_", "-"))
+        for place, point in enumerate(rule["points"]):
+            assert point["lost"] == pytest.approx(np.mean([row["losses"][0][place] for row in records]))
+            assert point["lost_ci"][0] <= point["lost"] <= point["lost_ci"][1]
+            took = [row["seconds"][0] for row in records if row["target_seconds"] is not None]
+            ratio = sum(each[0] for each in took) / sum(each[place] for each in took)
+            assert point["speed"] == pytest.approx(ratio)
+        assert rule["points"][rule["lossless"]]["threshold"] > 1 and rule["points"][0]["speed"] == 1.0
+
+
+def outcome(number: int, losses: list[float], seconds: list[float]) -> Outcome:
+    return Outcome(f"p{number}", True, 4.0, [losses], [[False] * 3], [seconds])
+
+
+def calibration() -> Calibration:
+    points = [TestedPoint(OperatingPoint(t), 0.0, 0.0, 1.0, 0.0) for t in (1.1, 0.5, 0.0)]
+    return Calibration("t", 40, "x", "accuracy", 0.9, 30, {}, points, {0.05: 1, 0.01: None})
+
+
+def test_answers_won_make_up_for_answers_lost(tmp_path: Path):
+    """Losses are differences: 8 of 40 lost, 4 won. Means over samples are no whole numbers."""
+    losses = [[0.0, float(i < 8) - float(i >= 36), 0.25 * (i % 5 - 1)] for i in range(40)]
+    found = summarise([outcome(i, own, [2.0, 1.0, 0.5]) for i, own in enumerate(losses)], calibration())
+    points = found["points"]
+    assert [point["lost"] for point in points] == pytest.approx([0, 0.1, 0.25])
+    assert points[1]["lost_ci"][0] < 0.1 < points[1]["lost_ci"][1] and points[2]["lost_ci"][0] > 0.1
+    low, high = points[0]["lost_ci"]
+    assert low < 0 < high == -low, "no loss in 40 problems is no proof of none"
+    assert [point["speed"] for point in points] == [1, 2, 4] and points[1]["speedup"] == 4
+    results = {"rules": {"rule": found | {"options": {"label": "a rule"}, "machine": {}}}, "environment": {}}
+    assert "| a rule | 5 | 0.5 | auto | 10.0 [" in markdown(results)
+    assert "| a rule | 1 | not proven | - | - | - | - |" in markdown(results)
+    draw(results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_without_timed_problems_there_is_no_speed(tmp_path: Path):
+    outcomes = [replace(outcome(i, [0.0, 1.0, 1.0], []), target_seconds=None, seconds=[]) for i in range(4)]
+    found = summarise(outcomes, calibration())
+    assert found["timed"] == 0 and found["lossless"] is None
+    assert not any("speed" in point for point in found["points"])
+    results = {"rules": {"rule": found | {"options": {}, "machine": None}}, "environment": {}}
+    assert "| rule | 5 | 0.5 | auto | 100.0 [" in markdown(results)
+    draw(results, tmp_path / "figure.png")
+    assert not (tmp_path / "figure.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "sentence"),
+    [
+        ("fly.yaml", "judgee: fly", "'judgee' is no option of the comparison fly; did you mean 'judge'?"),
+        ("fly.yaml", "- fly", "comparison/tiny/fly.yaml holds no options"),
+        ("fly.yaml", "risks: [2]", "risk is 2; it must be a number between 0 and 1"),
+        ("pair.yaml", None, "there is no comparison/tiny/pair.yaml"),
+    ],
+)
+def test_wrong_files_are_refused(pair: Path, capsys, file: str, text: str | None, sentence: str):
+    (pair / file).unlink()
+    if text is not None:
+        (pair / file).write_text(text)
+    assert run(str(pair)) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_pairs_of_the_repository_are_read():
+    folders = sorted(path.parent for path in Path(__file__).parents[2].glob("comparison/*/pair.yaml"))
+    assert folders
+    for folder in folders:
+        for each in comparison.read_runs(folder):
+            assert find_rule(each.models.judge, each.models.adapter) or each.models.adapter

@@ -1,0 +1,170 @@
+"""Compare judges and acceptance rules on one pair of models: every rule is a file, and gets a calibration of its own.
+
+`python -m tools.comparison comparison/embedded [--render-only]`
+
+`pair.yaml` in the folder names the pair, the task and the settings, by the fields of `ModelOptions` and
+`CalibrationSettings`, and `task`, `task_option`, `split`, `seed` and `limit` of `parse-infer calibrate`. Every other
+YAML file is a rule: its keys, such as `judge` or `blocks`, come before those of `pair.yaml`. The command runs the
+calibrations that are missing, in `runs/comparison/PAIR/RULE`, and writes `results.json`, `results.md` and `figure.png`
+beside the YAML files. An interrupted run continues with the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from data_tools.tasks.checkers import same_answer
+from data_tools.tasks.task import comparison as own_comparison
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, check_problems
+from parse_infer.calibration.schema import FILE, Calibration
+from parse_infer.cli.entry_point import run_app
+from parse_infer.cli.model_options import ModelOptions
+from parse_infer.cli.problems import describe_problems, open_task, take_problems
+from parse_infer.errors import ParseError
+from parse_infer.files import read_json, read_jsonl, write_json, write_text
+from parse_infer.models.environment import describe_run
+from parse_infer.settings.sampling import Sampling
+from parse_infer.suggest import suggestion
+from tools.comparison_results import draw, markdown, summarise
+
+COMMAND = "python -m tools.comparison"
+PAIR = "pair.yaml"
+RUNS = Path("runs/comparison")
+OPTIONS = "options.json"
+_PROBLEMS: dict[str, Any] = {
+    "task": "gsm_symbolic",
+    "task_option": (),
+    "split": "validation",
+    "seed": 0,
+    "limit": 500,
+}
+_OWN = ("label",)  # keys for the results alone
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The calibration of one rule.
+
+    Attributes:
+        options: what the YAML files say.
+        problems: the keys of `_PROBLEMS`.
+        folder: of the calibration.
+    """
+
+    name: str
+    options: dict[str, Any]
+    models: ModelOptions
+    settings: CalibrationSettings
+    problems: dict[str, Any]
+    folder: Path
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, Any], folder: Path) -> Run:
+        """Read merged options. Raise ValueError for an unknown key, or a value out of range."""
+        parts = [{f.name for f in fields(kind)} for kind in (ModelOptions, CalibrationSettings)]
+        known = [*parts[0], *parts[1], *_PROBLEMS, *_OWN]
+        for key in options:
+            if key not in known:
+                raise ParseError(f"{key!r} is no option of the comparison {name}; {suggestion(key, known)}")
+        models, settings = ({key: options[key] for key in options if key in part} for part in parts)
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        if isinstance(values.get("sampling"), dict):
+            values["sampling"] = Sampling(**values["sampling"])
+        return cls(
+            name,
+            dict(options),
+            ModelOptions(**models),
+            CalibrationSettings(**values),
+            {key: options.get(key, default) for key, default in _PROBLEMS.items()},
+            folder,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether the calibration with these options has ended."""
+        path = self.folder / OPTIONS
+        return path.is_file() and read_json(path, "delete it to calibrate again") == self.options
+
+    def measure(self) -> None:
+        """Calibrate the rule, or the rest of an interrupted calibration."""
+        task = open_task(self.problems["task"], self.problems["task_option"])
+        split, seed = self.problems["split"], self.problems["seed"]
+        problems = take_problems(task, split, seed, self.problems["limit"])
+        check_problems(problems, self.settings)
+        where = describe_problems(self.problems["task"], self.problems["task_option"], split, seed)
+        own = partial(own_comparison, task)
+        with self.models.load() as engine:
+            found = calibrate(
+                engine, problems, task.check, same_answer, self.folder, self.settings, task=where, comparison=own
+            )
+        found.save(self.folder / FILE)
+        write_json(self.folder / OPTIONS, self.options)
+
+    def outcomes(self) -> list[Outcome]:
+        names = tuple(f.name for f in fields(Outcome))
+        rows = read_jsonl(self.folder / "records.jsonl")
+        return [Outcome(**{name: row[name] for name in names if name in row}) for _, row in rows]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The rules of a folder, by name. Raises OSError or ValueError for missing or wrong files."""
+    pair = _read(folder / PAIR)
+    rules = sorted(path for path in folder.glob("*.yaml") if path.name != PAIR)
+    if not rules:
+        raise ParseError(f"{folder} has no rule: add a file such as min_p.yaml with the line `judge: min_p`")
+    return [Run.of(path.stem, pair | _read(path), RUNS / folder.name / path.stem) for path in rules]
+
+
+@app.command()
+def compare(
+    pair: Annotated[Path, typer.Argument(help="Folder with pair.yaml and a YAML file for each rule.")],
+    render_only: Annotated[bool, typer.Option("--render-only", help="Measure nothing; show what is there.")] = False,
+) -> None:
+    """Compare judges and acceptance rules on one pair of models."""
+    runs = read_runs(pair)
+    for run in runs:
+        if not render_only and not run.done:
+            print(f"{run.name}: {run.folder}", file=sys.stderr)
+            run.measure()
+    done = [run for run in runs if run.done]
+    for run in runs:
+        if run not in done:
+            print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
+    if not done:
+        raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
+    rules = {
+        run.name: {
+            "options": run.options,
+            "machine": read_json(run.folder / "config.json", "calibrate again").get("machine"),
+            **summarise(run.outcomes(), Calibration.load(run.folder / FILE)),
+        }
+        for run in done
+    }
+    results = {"environment": {**describe_run(), "pair": pair.name}, "rules": rules}
+    write_json(pair / "results.json", results)
+    write_text(pair / "results.md", markdown(results))
+    draw(results, pair / "figure.png")
+    print(markdown(results))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: a comparison is a folder with {PAIR} and a file for each rule")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ParseError(f"{path} holds no options: write lines such as `judge: min_p`")
+    return content
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_app(app, COMMAND, None))

@@ -1,0 +1,141 @@
+"""Results of a comparison of rules: accuracy lost and speed of every operating point, as JSON, table and figure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parse_infer.calibration.measure import Outcome
+from parse_infer.calibration.schema import LOSSES, Calibration
+from parse_infer.evaluation.figure import plot
+from parse_infer.evaluation.statistics import difference_interval, ratio_intervals
+from parse_infer.settings.acceptance import describe_threshold
+
+_HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here, %", "over lossless", "over the target alone")
+_COLOURS = ("#1b7837", "#b2611d", "#2166ac", "#d6604d", "#8073ac", "#35978f", "#c51b7d", "#666666")
+_MARKERS = "os^vDPX*"
+
+
+def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str, Any]:
+    """The operating points of one calibration, each with 95 % intervals over problems.
+
+    - lost: mean loss;
+    - speed, if answers were timed: mean time of lossless speculation over mean time of this point, in the same run on
+      the same problems. Lossless is the fastest point whose threshold accepts nothing;
+    - speedup, likewise: mean time of the target alone over mean time of this point.
+    """
+    settings = [tried.setting for tried in calibration.tried]
+    losses = np.array([list(itertools.chain(*outcome.losses)) for outcome in outcomes], dtype=np.float64)
+    timed = [outcome for outcome in outcomes if outcome.target_seconds is not None]
+    points = [
+        {**asdict(setting), "lost": float(lost.mean()), "lost_ci": interval}
+        for setting, lost, interval in zip(settings, losses.T, _loss_intervals(losses), strict=True)
+    ]
+    fastest = None
+    if timed:
+        seconds = np.array([list(itertools.chain(*outcome.seconds)) for outcome in timed], dtype=np.float64)
+        lossless = [i for i, setting in enumerate(settings) if setting.threshold > 1]
+        fastest = min(lossless, key=lambda i: seconds[:, i].sum())
+        alone = np.array([[outcome.target_seconds] for outcome in timed], dtype=np.float64)
+        for name, theirs in (("speed", seconds[:, [fastest]]), ("speedup", alone)):
+            values, intervals = theirs.sum(0) / seconds.sum(0), ratio_intervals(theirs, seconds).tolist()
+            for point, value, interval in zip(points, values.tolist(), intervals, strict=True):
+                point |= {name: value, f"{name}_ci": interval}
+    return {
+        "problems": len(outcomes),
+        "timed": len(timed),
+        "loss": calibration.loss,
+        "confidence": calibration.confidence,
+        "models": calibration.models,
+        "lossless": fastest,
+        "promises": {str(risk): place for risk, place in calibration.promises.items()},
+        "points": points,
+    }
+
+
+def _loss_intervals(losses: NDArray[np.float64]) -> list[list[float]]:
+    """Intervals of the mean losses [n, m]: of answers lost minus answers won, or of means over samples."""
+    drawn = ratio_intervals(losses, np.ones_like(losses)).tolist()
+    whole = np.isin(losses, (-1.0, 0.0, 1.0)).all(0).tolist()
+    return [
+        list(difference_interval(lost.clip(min=0), (-lost).clip(min=0))) if counted else interval
+        for lost, counted, interval in zip(losses.T, whole, drawn, strict=True)
+    ]
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the promises, and what its columns mean."""
+    rows = [_HEADER, tuple(["---"] * len(_HEADER))]
+    for name, rule in results["rules"].items():
+        for risk, place in rule["promises"].items():
+            cells = ["not proven", *["-"] * 4] if place is None else _cells(rule["points"][place])
+            rows.append((label(name, rule), f"{100 * float(risk):g}", *cells))
+    rules = results["rules"].values()
+    sizes = sorted({f"{rule['problems']} problems, {rule['timed']} timed" for rule in rules})
+    losses = sorted({f"{rule['loss']} ({LOSSES.get(rule['loss'], rule['loss'])})" for rule in rules})
+    notes = [
+        f"{'; '.join(sizes)}. Loss: {'; '.join(losses)}. Brackets: 95 % intervals over problems. A promise holds for "
+        "new problems, with the confidence of its calibration. Over lossless: the time of lossless speculation with "
+        "the same models in the same run, over the time of the rule."
+    ]
+    if len({str(rule["machine"]) for rule in rules}) > 1:
+        notes.append("The rules were timed on different machines.")
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes, ""])
+
+
+def _cells(point: dict[str, Any]) -> list[str]:
+    low, high = (100 * end for end in point["lost_ci"])
+    return [
+        describe_threshold(point["threshold"]),
+        str(point["block_tokens"]),
+        f"{100 * point['lost']:.1f} [{low:.1f}, {high:.1f}]",
+        *(_times(point, name) if name in point else "-" for name in ("speed", "speedup")),
+    ]
+
+
+def _times(point: dict[str, Any], name: str) -> str:
+    low, high = point[f"{name}_ci"]
+    return f"{point[name]:.2f}× [{low:.2f}, {high:.2f}]"
+
+
+def label(name: str, rule: dict[str, Any]) -> str:
+    return str(rule["options"].get("label", name))
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write a PNG of the points of every rule that was timed, if any. Its background is opaque, for dark pages too.
+
+    A line has one length of blocks. Bars are the intervals of the promised points. The axis of the loss ends at twice
+    the largest promise.
+    """
+    shown = {name: rule for name, rule in results["rules"].items() if rule["timed"]}
+    if not shown:
+        return
+    with plot(path, results) as (axes,):
+        styles = itertools.cycle(zip(_COLOURS, _MARKERS, strict=True))
+        for name, rule in shown.items():
+            lengths = dict.fromkeys(point["block_tokens"] for point in rule["points"])
+            promised = set(rule["promises"].values())
+            for length in lengths:
+                colour, marker = next(styles)
+                own = [point for point in rule["points"] if point["block_tokens"] == length]
+                label_ = label(name, rule) + (f", blocks {length}" if len(lengths) > 1 else "")
+                xs, ys = [100 * point["lost"] for point in own], [point["speed"] for point in own]
+                axes.plot(xs, ys, "-", color=colour, marker=marker, markersize=4, linewidth=1.2, label=label_)
+                for point in (point for i, point in enumerate(rule["points"]) if i in promised and point in own):
+                    x, y = 100 * point["lost"], point["speed"]
+                    low, high = point["lost_ci"]
+                    axes.plot([100 * low, 100 * high], [y, y], "-", color=colour, linewidth=0.8, alpha=0.5)
+                    axes.plot([x, x], point["speed_ci"], "-", color=colour, linewidth=0.8, alpha=0.5)
+        risks = [float(risk) for rule in results["rules"].values() for risk in rule["promises"]]
+        axes.axhline(1, color="#777777", linewidth=1, linestyle=":")
+        axes.axvline(0, color="#777777", linewidth=1, linestyle=":")
+        axes.set_xlim(right=200 * max(risks))
+        axes.set_xlabel("lost, % of problems (bars: 95 % intervals of the promised points)")
+        axes.set_ylabel("speed over lossless speculation")
