@@ -62,10 +62,11 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
 def _loss_intervals(losses: NDArray[np.float64]) -> list[list[float]]:
     """Intervals of the mean losses [n, m]: of answers lost minus answers won, or of means over samples."""
     drawn = ratio_intervals(losses, np.ones_like(losses)).tolist()
-    whole = np.isin(losses, (-1.0, 0.0, 1.0)).all(0).tolist()
     return [
-        list(difference_interval(lost.clip(min=0), (-lost).clip(min=0))) if counted else interval
-        for lost, counted, interval in zip(losses.T, whole, drawn, strict=True)
+        list(difference_interval(lost.clip(min=0), (-lost).clip(min=0)))
+        if np.isin(lost, (-1.0, 0.0, 1.0)).all()
+        else interval
+        for lost, interval in zip(losses.T, drawn, strict=True)
     ]
 
 
