@@ -194,6 +194,13 @@ def test_the_judge_without_training_reads_as_adapters_do(coordinator):
     assert not made.train_problems and adapted.train_problems
 
 
+def test_a_rule_beside_the_adapter_is_its_floor(coordinator):
+    made, adapted = coordinator(judge="relaxed_acceptance"), coordinator()
+    name = f"{adapted.describe()['adapter']}, relaxed-acceptance:relaxed_topk=10 at 0.4"
+    assert made.describe() == adapted.describe() | {"adapter": name} and made.threshold == adapted.threshold
+    assert made.backend.judge.k == 10 > adapted.backend.judge.k and made.train_problems == adapted.train_problems
+
+
 def test_a_cut_policy_replaces_the_adapters_over_servers_too(coordinator):
     made = coordinator(cut_policy="tokens:4")
     assert made.backend._target.segmenter.policy == CutPolicy("tokens", 4)
