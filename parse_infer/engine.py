@@ -194,8 +194,8 @@ class ParseEngine:
                 if length is not None and self.backend.replayable(length) != length:
                     raise CalibrationError(
                         f"the calibration promises a risk of {risk:g} with block_tokens {length}, whose answers "
-                        "depend on measured times if draft model and target have different tokens: run "
-                        "`parse-infer calibrate` again"
+                        "depend on measured times if draft model and target have different tokens or the judge looks "
+                        "ahead: run `parse-infer calibrate` again"
                     )
             self._checked = self.calibration
 

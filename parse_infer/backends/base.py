@@ -84,7 +84,8 @@ class Backend(Protocol[Source]):
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         """The length of blocks to calibrate and serve in the place of `length`: a number for "auto" if drafts pass as
-        text, because the target's tokens then depend on where blocks end, and "auto" ends them by measured times."""
+        text or the judge looks ahead, because the answer then depends on where blocks end, and "auto" ends them by
+        measured times."""
         ...
 
     def lossless(self, settings: GenerationSettings) -> GenerationSettings:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.judge import Reading, Scorer, Verdict
+from parse_infer.judge.judge import Reading, Scorer, Verdict, looks_ahead
 from parse_infer.judge.rules.rule import TokenRule
 from parse_infer.models.decoder import Trailing
 
@@ -46,6 +46,7 @@ class FlooredScorer:
     def __init__(self, scorer: Scorer, floor: TokenRule) -> None:
         self._scorer, self._floor = scorer, floor
         self.k, self.by_token, self.first_tokens = max(scorer.k, floor.k), scorer.by_token, scorer.first_tokens
+        self.looks_ahead = floor.looks_ahead or looks_ahead(scorer)
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         return self._scorer.trailing(reading, carried, device)

@@ -92,6 +92,7 @@ class Scorer(Protocol):
         k: number of the target's first choices that it reads; 0: it reads other states.
         by_token: it can judge every token of a block.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
+        looks_ahead: optional; the verdict on a token depends on later tokens of its block (`looks_ahead`).
     """
 
     @property
@@ -114,6 +115,11 @@ class Scorer(Protocol):
             carried: the state after the answer's last accepted draft token.
         """
         ...
+
+
+def looks_ahead(scorer: Scorer | None) -> bool:
+    """Whether verdicts depend on where a block ends, so that no measured time may end one under a promise."""
+    return bool(getattr(scorer, "looks_ahead", False))
 
 
 class Judge(Protocol):

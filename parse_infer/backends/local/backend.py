@@ -23,7 +23,7 @@ from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, PromptError, SettingsError
-from parse_infer.judge.judge import Judge
+from parse_infer.judge.judge import Judge, looks_ahead
 from parse_infer.judge.verifier import Verification, Verifier
 from parse_infer.models.environment import describe_machine
 from parse_infer.models.loading import LanguageModel
@@ -113,7 +113,8 @@ class LocalBackend:
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         as_text = isinstance(self.drafter, ModelDrafter) and not self.drafter.passes_tokens
-        return REPLAYED if length == "auto" and as_text and self._judging == "token" else length
+        varies = (as_text and self._judging == "token") or looks_ahead(self.verifier.scorer)
+        return REPLAYED if length == "auto" and varies else length
 
     @property
     def _judging(self) -> Judging | None:

@@ -34,7 +34,7 @@ from parse_infer.drafters.model_drafter import share_tokens
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, ServerError
 from parse_infer.judge.carried import Carried
-from parse_infer.judge.judge import Verdict
+from parse_infer.judge.judge import Verdict, looks_ahead
 from parse_infer.models.environment import describe_machine
 from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
@@ -135,8 +135,10 @@ class ServerBackend:
         check_servable(settings, calibration, exact=self._target.reads is not None)
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
-        as_text = self._text_api is not None and self._text_api.ends_blocks and self._target.reads is not None
-        return REPLAYED if length == "auto" and as_text else length
+        reads = self._target.reads
+        as_text = self._text_api is not None and self._text_api.ends_blocks
+        varies = reads is not None and (as_text or looks_ahead(reads.judge))
+        return REPLAYED if length == "auto" and varies else length
 
     @property
     def judge(self) -> LogprobReads | ZeroShotRequests | None:

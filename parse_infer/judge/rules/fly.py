@@ -5,8 +5,8 @@ and vLLM's pull request 53987. The entropy is summed over the three first choice
 must be first choices. The authors' code counts the mismatch too, so its `win_len` 6 checks five next tokens.
 
 A mismatch whose window reaches beyond the end of the draft is rejected, as in both. So the verdict depends on where a
-block ends: with block_tokens "auto" on a measured length. Give a number, or "whole", for reproducible answers. Blocks
-of at most `window` tokens are lossless speculation.
+block ends: with block_tokens "auto" on a measured length. Give a number, or "whole", for reproducible answers, as a
+calibration does. Blocks of at most `window` tokens are lossless speculation.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class FLy(TokenRule):
     entropy: float = 0.3
     window: float = 6
 
+    looks_ahead = True
     summary = "FLy: keeps a mismatch where the target is uncertain and agrees with the next tokens"
 
     def __post_init__(self) -> None:

@@ -36,11 +36,13 @@ class TokenRule(ABC):
     Attributes:
         summary: what the rule keeps, in one line.
         k: number of the target's first choices that the rule reads.
+        looks_ahead: see `Scorer`.
         threshold: the default threshold, which these options set.
         fingerprint: the rule and the options that another threshold leaves as they are.
     """
 
     summary: ClassVar[str]
+    looks_ahead: ClassVar[bool] = False
 
     @property
     def k(self) -> int:
@@ -81,6 +83,7 @@ class RuleJudge:
 
     def __init__(self, rule: TokenRule, tokenizer: PreTrainedTokenizerBase) -> None:
         self.rule, self.k, self.fingerprint = rule, rule.k, rule.fingerprint
+        self.looks_ahead = rule.looks_ahead
         self.config = ValidityConfig(
             target={},
             logprobs={"reference": {"ids": tokenizer.encode(KNOWN_TEXT), "logprobs": []}},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from parse_infer.decoding.block_length import REPLAYED
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.carried import Carried, TokenScores
@@ -83,6 +84,8 @@ def test_a_rule_answers_in_this_process_and_over_servers(make_engine, connect, j
     for settings in ({"block_tokens": 6}, {"block_tokens": "whole"}):
         found = [each.generate(PROMPT, max_new_tokens=24, **settings) for each in (engine, coordinator)]
         assert found[0].token_ids == found[1].token_ids and found[0].stats.accepted_tokens
+    lengths = {each.backend.replayable("auto") for each in (engine, coordinator)}
+    assert lengths == {REPLAYED if judge.startswith("fly") else "auto"}, "FLy's verdicts depend on where blocks end"
     assert engine.threshold == rule.threshold and engine.describe()["adapter"] == rule.fingerprint
 
 
