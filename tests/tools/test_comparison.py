@@ -100,12 +100,22 @@ def test_each_rule_is_calibrated_once(pair: Path, loads: list[str | None], capsy
 
 
 def outcome(number: int, losses: list[float], seconds: list[float]) -> Outcome:
-    return Outcome(f"p{number}", True, 4.0, [losses], [[False] * 3], [seconds])
+    lists = {"losses": [losses], "disagreed": [[False] * 3], "seconds": [seconds]}
+    return Outcome(problem_id=f"p{number}", target_right=True, target_seconds=4.0, **lists)
 
 
 def calibration() -> Calibration:
-    points = [TestedPoint(OperatingPoint(t), 0.0, 0.0, 1.0, 0.0) for t in (1.1, 0.5, 0.0)]
-    return Calibration("t", 40, "x", "accuracy", 0.9, 30, {}, points, {0.05: 1, 0.01: None})
+    figures = {"losses": 0.0, "bound": 0.0, "speedup": 1.0, "disagreement": 0.0}
+    points = [TestedPoint(setting=OperatingPoint(threshold), **figures) for threshold in (1.1, 0.5, 0.0)]
+    facts = {
+        "task": "t",
+        "n_problems": 40,
+        "problems": "x",
+        "loss": "accuracy",
+        "confidence": 0.9,
+        "max_new_tokens": 30,
+    }
+    return Calibration(**facts, models={}, tried=points, promises={0.05: 1, 0.01: None})
 
 
 def test_answers_won_make_up_for_answers_lost(tmp_path: Path):
