@@ -1,4 +1,4 @@
-"""Calibrate a pair: compare the target alone with PARSE at every operating point, and count the losses.
+"""Calibrate a pair: compare the target alone with PARSE at every operating point, and sum the losses.
 
 The calibration writes one record per problem, so that an interrupted run can resume.
 """
@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,13 +21,21 @@ from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
-from parse_infer.calibration.schema import LOSSES, Calibration, Loss, OperatingPoint, TestedPoint, risks
+from parse_infer.calibration.schema import (
+    LOSSES,
+    Calibration,
+    Loss,
+    OperatingPoint,
+    TestedPoint,
+    describe_sampling,
+    risks,
+)
 from parse_infer.errors import CalibrationError
 from parse_infer.models.environment import describe_run
 from parse_infer.request.output import Generation
 from parse_infer.settings.acceptance import ACCEPT_NOTHING, Acceptance, check_share
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
-from parse_infer.settings.sampling import Sampling
+from parse_infer.settings.sampling import GREEDY, Sampling, seed_of
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
@@ -58,16 +67,20 @@ class CalibrationSettings:
 
     risks: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
     confidence: float = 0.9
-    loss: Loss = "accuracy"
+    loss: Loss = "lost"
     blocks: tuple[BlockTokens, ...] = BLOCKS
     acceptance: Acceptance = GenerationSettings.acceptance
     max_new_tokens: int = 256
-    samples: int = 0
+    majority: int = 0
     """With loss "disagreement": number of target samples for a majority answer; 0: the target's greedy answer."""
+    sampling: Sampling = GREEDY
+    """The target's, and the seed of all samples (None: 0). Drafts are greedy."""
+    samples: int = 1
+    """Answers to each problem, each with a seed of its own; the loss of a problem is their mean."""
     timed: int = 100
     """Number of problems on which answers are timed: the target's alone, and each text of PARSE. On the others, the
-    target's text comes from the operating point that accepts nothing, which is several times faster and exact in
-    float32. In other dtypes the target answers all problems alone."""
+    target's text comes from the operating point that accepts nothing, which is several times faster and, in float32,
+    exact or of the same distribution. In other dtypes the target answers all problems alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -75,9 +88,17 @@ class CalibrationSettings:
         check_share(self.confidence, "confidence")
         if self.loss not in get_args(Loss):
             raise CalibrationError(f"loss is {self.loss!r}; choose one of {', '.join(get_args(Loss))}")
-        if self.samples and (self.samples < 3 or self.loss != "disagreement"):
+        if self.majority and (self.majority < 3 or self.loss != "disagreement"):
             raise CalibrationError(
-                f"samples is {self.samples}: a majority takes at least 3, and only loss disagreement uses a majority"
+                f"majority is {self.majority}: it takes at least 3 samples, and only loss disagreement uses it"
+            )
+        if (self.samples > 1) is self.sampling.greedy or self.samples < 1:
+            wanted = "1 sample, as greedy answers are the same" if self.sampling.greedy else "at least 2 samples"
+            raise CalibrationError(f"samples is {self.samples}: {describe_sampling(self.sampling)} take {wanted}")
+        if self.loss == "disagreement" and not self.sampling.greedy:
+            raise CalibrationError(
+                f"loss disagreement needs greedy answers: at {describe_sampling(self.sampling)} the target's own "
+                "answers disagree too; choose loss accuracy or lost"
             )
         if self.timed < 1:
             raise CalibrationError(f"timed is {self.timed}: without a timed problem no speedup is known")
@@ -93,8 +114,17 @@ class CalibrationSettings:
         """Share of the error budget for each sequence of operating points."""
         return (1 - self.confidence) / len(self.blocks)
 
-    def generation(self) -> GenerationSettings:
-        return GenerationSettings(self.max_new_tokens, acceptance=self.acceptance, adaptive=False)
+    @property
+    def binary(self) -> bool:
+        """Whether losses are 0 or 1."""
+        return self.loss != "accuracy" and self.samples == 1
+
+    def generation(self, *purpose: object) -> GenerationSettings:
+        """Settings of one sample of a problem; each `purpose` has its own random numbers."""
+        plain = GenerationSettings(self.max_new_tokens, acceptance=self.acceptance, adaptive=False)
+        if self.sampling.greedy:
+            return plain
+        return plain.override(resume_sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, *purpose)))
 
 
 @dataclass(frozen=True)
@@ -102,15 +132,18 @@ class Outcome:
     """Results on one problem. `losses`, `disagreed` and `seconds` have one entry per operating point, by sequence."""
 
     problem_id: str
-    target_right: bool | None
-    """None: the checker cannot decide."""
+    target_right: float | None
+    """Share of the samples; None: the checker cannot decide."""
     target_seconds: float | None
     """None: nothing was timed on this problem."""
     losses: list[list[float]]
     disagreed: list[list[bool]]
-    """Whether the final answer differs from the target's greedy answer."""
+    """Whether the final answer of the first sample differs from the target's, of another sample unless greedy."""
     seconds: list[list[float]]
-    """Time of an answer at each operating point; points with the same text share one answer. Empty: not timed."""
+    """Time of an answer at each operating point, the first sample's; points with the same text share one answer.
+    Empty: not timed."""
+    tokens_per_forward: list[list[float]] = field(default_factory=list)
+    """Tokens per forward of the target in these answers."""
 
     @property
     def key(self) -> str:
@@ -155,7 +188,8 @@ def calibrate(
         engine.backend.check(GenerationSettings(block_tokens=length), None)
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
-        **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "samples")},
+        **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},
+        **({} if settings.sampling.greedy else {"sampling": asdict(settings.sampling), "samples": settings.samples}),
         # Fix the number of problems too: adding problems until a promise holds would invalidate the test.
         **{
             "models": models,
@@ -184,7 +218,18 @@ def calibrate(
     made = {**engine.describe_machine(), **describe_run()}
     made["timed_problems"] = sum(outcome.target_seconds is not None for outcome in outcomes)
     calibration = Calibration(
-        task, len(problems), digest, settings.loss, settings.confidence, settings.max_new_tokens, models, [], {}, made
+        task,
+        len(problems),
+        digest,
+        settings.loss,
+        settings.confidence,
+        settings.max_new_tokens,
+        models,
+        tried=[],
+        promises={},
+        sampling=replace(settings.sampling, seed=None),
+        samples=settings.samples,
+        made=made,
     )
     return certify(calibration, outcomes, settings)
 
@@ -198,7 +243,7 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
         places.append([])
         for j, setting in enumerate(order):
             losses = [outcome.losses[i][j] for outcome in outcomes]
-            bound = upper_bound(losses, 1 - settings.confidence)
+            bound = upper_bound(losses, 1 - settings.confidence, binary=settings.binary)
             differing = upper_bound([float(outcome.disagreed[i][j]) for outcome in outcomes], 1 - settings.confidence)
             places[i].append(len(tried))
             faster = round(speedup(outcomes, i, j), 4)
@@ -208,7 +253,7 @@ def certify(calibration: Calibration, outcomes: Sequence[Outcome], settings: Cal
         shown: list[int] = []
         for i in range(len(orders)):
             losses_of_each = ([outcome.losses[i][j] for outcome in outcomes] for j in range(len(orders[i])))
-            shown += places[i][: n_passing(losses_of_each, risk, settings.level)]
+            shown += places[i][: n_passing(losses_of_each, risk, settings.level, binary=settings.binary)]
         promises[risk] = max(shown, key=lambda place: tried[place].speedup, default=None)
     return replace(calibration, tried=tried, promises=promises)
 
@@ -242,52 +287,70 @@ def _outcome(
     settings: CalibrationSettings,
     timed: bool,
 ) -> Outcome:
-    plain = settings.generation()
+    samples = [settings.generation(problem.id, i) for i in range(settings.samples)]
     from_replay = engine.deterministic and not timed
+    alone: list[Generation] = []
     if not from_replay:
         engine.clear_caches()
-        alone = engine.generate_target(problem.prompt, plain)
-    majority = _majority(engine, problem, same, settings) if settings.samples else None
-    losses: list[list[float]] = []
-    disagreed: list[list[bool]] = []
-    texts: list[list[str]] = []
-    found: dict[tuple[str, bool], tuple[float, bool]] = {}
+        alone = [_generation(engine.generate_target(problem.prompt, sample)) for sample in samples]
+    reference = _majority(engine, problem, same, settings) if settings.majority else None
+    checked: dict[tuple[str, bool], bool | None] = {}
+
+    def right(answer: Generation) -> bool | None:
+        """Whether an answer is right and ends; each text is checked once."""
+        key = answer.text, answer.finish_reason == "length"
+        if key not in checked:
+            found = check(problem, answer.text)
+            checked[key] = None if found is None else found and not key[1]
+        return checked[key]
+
     with Replay(engine) as replay:
         replay.clear_caches()
         if from_replay:
-            alone = replay.answer(problem.prompt, plain.override(threshold=ACCEPT_NOTHING, block_tokens="whole"))
-        assert isinstance(alone, Generation)
-        cut_off = alone.finish_reason == "length"
-        right = check(problem, alone.text)
-        if right is None and settings.loss == "accuracy":
+            nothing = {"threshold": ACCEPT_NOTHING, "block_tokens": "whole"}
+            alone = [replay.answer(problem.prompt, sample.override(**nothing)) for sample in samples]
+        own = [right(answer) for answer in alone]
+        if None in own and settings.loss != "disagreement":
             raise CalibrationError(
                 f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
             )
-        right = right and not cut_off
-        for order in settings.orders:
-            losses.append([])
-            disagreed.append([])
-            texts.append([])
-            for setting in order:
-                answer = replay.answer(problem.prompt, plain.override(**asdict(setting)))
-                key = answer.text, answer.finish_reason == "length"
-                if key not in found:
-                    lost = (key[1] and not cut_off) or not same(
-                        alone.text if majority is None else majority, answer.text
-                    )
-                    if settings.loss == "accuracy":
-                        lost = bool(right) and (key[1] or not check(problem, answer.text))
-                    found[key] = float(lost), not audited(alone.text, answer.text)  # an audit has texts alone
-                losses[-1].append(found[key][0])
-                disagreed[-1].append(found[key][1])
-                texts[-1].append(answer.text)
+        answers = [
+            [
+                [replay.answer(problem.prompt, sample.override(**asdict(point))) for sample in samples]
+                for point in order
+            ]
+            for order in settings.orders
+        ]
+    compared = [alone[0].text if reference is None else reference]
+
+    @cache
+    def differs(text: str, length: bool) -> bool:
+        """Whether a greedy answer is another than the target's."""
+        return (length and alone[0].finish_reason != "length") or not same(compared[0], text)
+
+    @cache
+    def unlike(text: str) -> bool:
+        return not audited(alone[-1].text, text)  # an audit has texts alone
+
+    def loss(mine: Sequence[Generation]) -> float:
+        if settings.loss == "disagreement":
+            return float(differs(mine[0].text, mine[0].finish_reason == "length"))
+        pairs = [(float(bool(a)), float(bool(right(b)))) for a, b in zip(own, mine, strict=True)]
+        lost = [a - b for a, b in pairs] if settings.loss == "accuracy" else [a * (1 - b) for a, b in pairs]
+        return sum(lost) / len(lost)
+
+    losses = [[loss(mine) for mine in order] for order in answers]
+    disagreed = [[unlike(mine[0].text) for mine in order] for order in answers]
+    share = None if None in own else sum(map(bool, own)) / len(own)
     if not timed:
-        return Outcome(problem.id, right, None, losses, disagreed, [])
-    seconds = [
-        _time_each_text(engine, problem, plain, order, found)
-        for order, found in zip(settings.orders, texts, strict=True)
+        return Outcome(problem.id, share, None, losses, disagreed, [])
+    taken = [
+        _time_each_text(engine, problem, samples[0], order, [mine[0] for mine in found])
+        for order, found in zip(settings.orders, answers, strict=True)
     ]
-    return Outcome(problem.id, right, round(alone.timings.total_s, 4), losses, disagreed, seconds)
+    seconds = [[round(each.timings.total_s, 4) for each in order] for order in taken]
+    paces = [[round(len(e.token_ids) / max(1, e.stats.target_forwards), 4) for e in order] for order in taken]
+    return Outcome(problem.id, share, round(alone[0].timings.total_s, 4), losses, disagreed, seconds, paces)
 
 
 def _time_each_text(
@@ -295,21 +358,25 @@ def _time_each_text(
     problem: HasPrompt,
     plain: GenerationSettings,
     order: Sequence[OperatingPoint],
-    texts: Sequence[str],
-) -> list[float]:
-    """Return the seconds of an answer at each operating point, timed once for points with the same text. Above a
-    threshold of 1 the answer takes another way to the same text, so it is timed on its own."""
-    took: dict[tuple[str, bool], float] = {}
-    keys = [(text, point.threshold > 1) for text, point in zip(texts, order, strict=True)]
+    answers: Sequence[Generation],
+) -> list[Generation]:
+    """Return a timed answer at each operating point, one for points with the same text. Above a threshold of 1 the
+    answer takes another way to the same text, so it is timed on its own."""
+    took: dict[tuple[str, bool], Generation] = {}
+    keys = [(answer.text, point.threshold > 1) for answer, point in zip(answers, order, strict=True)]
     for key in dict.fromkeys(keys):
         same = [point for point, other in zip(order, keys, strict=True) if other == key]
         engine.clear_caches()
-        timed = engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2])))
-        assert isinstance(timed, Generation)
+        timed = _generation(engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2]))))
         if timed.fallback not in (None, "unusual_draft"):
             raise CalibrationError(f"an answer to problem {problem.id} has no draft ({timed.fallback}): run it again")
-        took[key] = round(timed.timings.total_s, 4)
+        took[key] = timed
     return [took[key] for key in keys]
+
+
+def _generation(found: Generation | list[Generation]) -> Generation:
+    assert isinstance(found, Generation)
+    return found
 
 
 def _majority(
@@ -320,11 +387,10 @@ def _majority(
 ) -> str:
     """Return the first sample of the target whose final answer has the most votes."""
     texts = []
-    for seed in range(settings.samples):
+    for seed in range(settings.majority):
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
         sample = engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling)
-        assert isinstance(sample, Generation)
-        texts.append(sample.text)
+        texts.append(_generation(sample).text)
     votes = [sum(same(one, other) for other in texts) for one in texts]
     return texts[votes.index(max(votes))]
 
@@ -332,18 +398,19 @@ def _majority(
 def _check_feasible(outcomes: Sequence[Outcome], n_problems: int, settings: CalibrationSettings) -> None:
     """Raise ValueError as soon as no outcome of the remaining problems can support a promise."""
     some = len(outcomes) >= min(_MIN_TARGET_PROBLEMS, n_problems)
-    if settings.loss == "accuracy" and some and not any(outcome.target_right for outcome in outcomes):
+    if settings.loss != "disagreement" and some and not any(outcome.target_right for outcome in outcomes):
         raise CalibrationError(
             f"the target answers none of the first {len(outcomes)} problems right, so it has nothing to lose and "
             "a promise would say nothing: check task, chat template and checker"
         )
     for i in range(len(settings.blocks)):
         lost = [outcome.losses[i][0] for outcome in outcomes]
-        best = [*lost, *[0.0] * (n_problems - len(lost))]
-        if p_value(best, settings.risks[-1]) <= settings.level:
+        least = -1.0 if settings.loss == "accuracy" else 0.0
+        best = [*lost, *[least] * (n_problems - len(lost))]
+        if p_value(best, settings.risks[-1], settings.level, binary=settings.binary) <= settings.level:
             return
     raise CalibrationError(
-        f"even where nothing of a draft is accepted, {sum(lost):g} of {len(lost)} problems count as lost "
+        f"even where nothing of a draft is accepted, the loss is {sum(lost):g} on {len(lost)} problems "
         f"({LOSSES[settings.loss]}), so no risk up to {settings.risks[-1]} can be promised for this pair on "
         f"{n_problems} problems: in bfloat16 the target's own answers differ from run to run; use float32, more "
         "problems, or a larger risk"

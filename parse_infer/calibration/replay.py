@@ -1,8 +1,9 @@
 """Memoised answers: one prompt under many settings for little more than the cost of one answer.
 
-Greedy answers under different thresholds share most of their parts. Drafts and validities depend only on the context,
-and the target's tokens only on the tokens before them. A `Replay` wraps each request's `ModelPair`, on any backend. It
-computes each part once. Its answers are right, but not timed as a user would wait for them.
+Answers under different thresholds share most of their parts. Greedy drafts and validities depend only on the context,
+and the target's tokens only on the tokens before them and, where it samples, on its seed. A `Replay` wraps each
+request's `ModelPair`, on any backend. It computes each part once. Its answers are right, but not timed as a user would
+wait for them.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Memory:
 
     def __init__(self) -> None:
         self.parts: dict[tuple[Any, ...], Any] = {}
-        self.written: dict[tuple[int, ...], _Written] = {}
+        self.written: dict[tuple[Any, ...], _Written] = {}
 
 
 class Replay:
-    """Memoises `engine.generate` for greedy settings that differ only in fields of
-    `parse_infer.calibration.schema.OperatingPoint`.
+    """Memoises `engine.generate` for settings with greedy drafts that differ only in the target's sampling and in
+    fields of `parse_infer.calibration.schema.OperatingPoint`.
 
     with Replay(engine) as replay:      # exclusive use of the engine
         generation = replay.answer(prompt, settings)
@@ -65,9 +66,10 @@ class Replay:
         self.engine.clear_caches()
 
     def answer(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
-        """Return an answer. Raise ValueError for settings that sample, because two runs of one part would differ."""
-        if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
-            raise CalibrationError("a calibration replays greedy answers only: set both temperatures to 0")
+        """Return an answer. Raise ValueError for settings under which two runs of one part would differ."""
+        own = settings.resume_sampling
+        if not settings.draft_sampling.greedy or (own.seed is None and not own.greedy):
+            raise CalibrationError("a calibration replays greedy drafts, and samples of the target with a seed only")
         generation = self.engine.generate(prompt, settings)
         assert isinstance(generation, Generation)
         return generation
@@ -103,6 +105,7 @@ class _MemoisedPair(Generic[V]):
             self._request.settings.acceptance,
             self._request.carried,
             self.plan.judged,
+            self.plan.keeps_greedy_match,
         )
         if key not in self._memory.parts:
             verdict = await self._pair.verify(draft)
@@ -133,7 +136,10 @@ class _MemoisedPair(Generic[V]):
 
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         assert self._committed is not None
-        written = self._memory.written.setdefault(tuple(self._request.context), _Written())
+        context, own = tuple(self._request.context), self._request.settings.resume_sampling
+        # Of a sampled run each place has random numbers of its own, so it is not the beginning of a longer one.
+        key = (context,) if own.greedy else (context, own, self.plan.after_rejection)
+        written = self._memory.written.setdefault(key, _Written())
         known = len(written.tokens)
         for token in written.tokens[:known]:
             yield token

@@ -1,13 +1,13 @@
 """Promises: per-request risk levels and the operating points that keep them (`calibration.json`).
 
-A promise covers whole requests, not drafts or verification passes. On new problems like the calibration's, PARSE
-answers at most a share `risk` wrong that the target alone answers right, with the stated confidence.
+A promise covers whole requests, not drafts or verification passes. On new problems like the calibration's, PARSE's
+expected loss is at most `risk`, with the stated confidence. `LOSSES` says what a loss is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ from parse_infer.errors import CalibrationError
 from parse_infer.files import locate, read_json, write_json
 from parse_infer.settings.acceptance import Acceptance, check_share
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.settings.sampling import GREEDY, Sampling
 
 FILE = "calibration.json"
-SCHEMA_VERSION = 2
-Loss = Literal["accuracy", "disagreement"]
+SCHEMA_VERSION = 3
+Loss = Literal["accuracy", "lost", "disagreement"]
 LOSSES: dict[Loss, str] = {
-    "accuracy": "the target alone is right and PARSE is wrong",
+    "accuracy": "accuracy of the target alone minus PARSE's",
+    "lost": "the target alone is right and PARSE is wrong",
     "disagreement": "PARSE's final answer is not the target's own",
 }
 LOCAL = "local"
@@ -66,6 +68,8 @@ class Calibration:
         models: target, draft model and judge, as the engine describes them.
         tried: all operating points, in the order of the tests.
         promises: for each risk the index in `tried` of the fastest point shown to keep it, or None.
+        sampling: the target's, without seed. A promise covers these settings only; drafts are greedy.
+        samples: answers to each problem.
         made: date, command and environment of the calibration.
     """
 
@@ -78,6 +82,8 @@ class Calibration:
     models: dict[str, Any]
     tried: list[TestedPoint]
     promises: dict[float, int | None]
+    sampling: Sampling = GREEDY
+    samples: int = 1
     made: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,6 +146,7 @@ class Calibration:
             raise CalibrationError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
         try:
             content["tried"] = [TestedPoint(OperatingPoint(**row.pop("setting")), **row) for row in content["tried"]]
+            content["sampling"] = Sampling(**content["sampling"])
             content["promises"] = {float(risk): place for risk, place in content["promises"].items()}
             calibration = cls(**content)
             for place in calibration.promises.values():
@@ -179,9 +186,15 @@ def resolve_risk(
     for name in (*(f.name for f in fields(OperatingPoint)), "mode", "keep_greedy_match"):
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise CalibrationError(f"risk and {name} were both given: a promise chooses its own {name}")
-    if not (settings.draft_sampling.greedy and settings.resume_sampling.greedy):
+    asked, covered = settings.resume_sampling, calibration.sampling
+    if not same_sampling(asked, covered):
         raise CalibrationError(
-            f"risk is {risk}, but the calibration covers greedy answers only: set temperatures to 0"
+            f"risk is {risk}, but the calibration covers {describe_sampling(covered)} only, and this request has "
+            f"{describe_sampling(asked)}"
+        )
+    if not (settings.draft_sampling.greedy or same_sampling(settings.draft_sampling, asked)):
+        raise CalibrationError(
+            f"risk is {risk}, but the calibration covers greedy drafts only: omit draft_temperature"
         )
     for given in ("ignore_eos", "min_tokens", "strict_tokens"):
         if getattr(settings, given):
@@ -196,7 +209,22 @@ def resolve_risk(
             f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
             f"max_new_tokens is {settings.max_new_tokens}"
         )
-    return settings.override(**asdict(calibration.setting(risk).setting))
+    return settings.override(draft_temperature=0.0, **asdict(calibration.setting(risk).setting))
+
+
+def same_sampling(one: Sampling, other: Sampling) -> bool:
+    """Whether two settings draw from the same distribution."""
+    return (one.greedy and other.greedy) or replace(one, seed=None) == replace(other, seed=None)
+
+
+def describe_sampling(sampling: Sampling) -> str:
+    """ "greedy answers", or the temperature and what truncates the distribution."""
+    if sampling.greedy:
+        return "greedy answers"
+    given = [f"temperature {sampling.temperature:g}"]
+    given += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    given += [f"top_k {sampling.top_k}"] if sampling.top_k else []
+    return ", ".join(given)
 
 
 def promised(

@@ -143,7 +143,10 @@ class RequestHandler:
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
         """Settings of a prompt's `n` answers, and why the server's promise does not cover them (None: it does)."""
         risk = self._server.risk_settings.risk
-        settings = [body.settings(body.max_new_tokens, choice, self._sampling) for choice in range(body.choices)]
+        calibration = self.runner.calibration
+        # A risk without a temperature takes the one that it was calibrated at.
+        defaults = calibration.sampling if body.names_risk and calibration is not None else self._sampling
+        settings = [body.settings(body.max_new_tokens, choice, defaults) for choice in range(body.choices)]
         if body.alone:
             return settings, None
         if body.draft_text is not None:
@@ -152,5 +155,5 @@ class RequestHandler:
         if not body.says_adaptive:
             settings = [each.override(adaptive=self._server.adaptive) for each in settings]
         changed = changed_option(body.prompts[0], self.runner.template_options)
-        covered = [promised(each, risk, self.runner.calibration, changed) for each in settings]
+        covered = [promised(each, risk, calibration, changed) for each in settings]
         return [each for each, _ in covered], covered[0][1]

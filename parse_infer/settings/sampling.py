@@ -63,3 +63,6 @@ def _is_finite(value: object) -> bool:
 
 def _is_whole(value: object) -> bool:
     return _is_finite(value) and int(value) == value  # type: ignore[call-overload]
+
+
+GREEDY = Sampling()

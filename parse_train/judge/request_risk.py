@@ -46,7 +46,7 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
         n = config.calibration_problems
         problems = list(islice(task.problems("validation", limit=n), n))
         # Labels from the target's own answers have no references, so a request is lost where the answers differ.
-        loss: Loss = "disagreement" if build.label.get("check_with") == "own_answer" else "accuracy"
+        loss: Loss = "disagreement" if build.label.get("check_with") == "own_answer" else "lost"
         settings = CalibrationSettings(
             tuple(config.calibration_risks), loss=loss, max_new_tokens=build.max_draft_tokens
         )

@@ -136,7 +136,7 @@ class LocalModelPair:
         if self.plan.keeps_greedy_match:  # the rejected draft proposes tokens at no cost
             proposer = RejectedDraft(request.context, rejected, fallback=proposer)
         # Random numbers of each place, so that an answer does not depend on where its blocks end.
-        seeded = round if self.plan.block is None else len(request.answer.ids)
+        seeded = len(request.answer.ids)
         before, seconds = len(request.answer.ids), request.timings.resume_s
         try:
             for token in written(self._target, request, proposer, "target", seeded):

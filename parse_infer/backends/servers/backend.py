@@ -205,7 +205,7 @@ class ServerBackend:
 
     async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         with self._target.servers.acquire(conversation=Conversation.of(request.prompt)) as at:
-            async with aclosing(self._target.written(request, 1, at, streamed)) as tokens:
+            async with aclosing(self._target.written(request, at, streamed)) as tokens:
                 async for token in tokens:
                     request.count_forwards(target=1)
                     yield Resumed(1, request.answer.add([token], "target"), token)

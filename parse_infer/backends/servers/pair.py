@@ -189,7 +189,7 @@ class ServerModelPair:
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         if self._choice is not None:
             yield self._choice
-        async with aclosing(self._target.written(self._request, round, self._at, self._streamed)) as tokens:
+        async with aclosing(self._target.written(self._request, self._at, self._streamed)) as tokens:
             async for token in tokens:
                 self._request.count_forwards(target=1)
                 yield token

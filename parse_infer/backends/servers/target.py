@@ -148,9 +148,7 @@ class Target:
         self.reads.check(known, dialect, server.url)
         server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
 
-    async def written(
-        self, request: Request, round: int, lease: Lease | None, streamed: bool
-    ) -> AsyncGenerator[int, None]:
+    async def written(self, request: Request, lease: Lease | None, streamed: bool) -> AsyncGenerator[int, None]:
         """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
@@ -160,17 +158,17 @@ class Target:
         """
         while request.answer.remaining_tokens > 0:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, round, lease, streamed)) as tokens:
+            async with aclosing(self._written_once(request, lease, streamed)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
             if len(request.answer.ids) == before:
                 raise Failing("a target server has ended an answer without a token")
 
-    async def _written_once(
-        self, request: Request, round: int, lease: Lease | None, streamed: bool
-    ) -> AsyncGenerator[int, None]:
-        settings = server_settings(request.sampling, request.answer.end_ids, "target", round) | end_settings(request)
+    async def _written_once(self, request: Request, lease: Lease | None, streamed: bool) -> AsyncGenerator[int, None]:
+        # Random numbers of each place, so that an answer does not depend on where its blocks end.
+        settings = server_settings(request.sampling, request.answer.end_ids, "target", len(request.answer.ids))
+        settings |= end_settings(request)
         if not streamed:
             settings |= stop_settings(request.settings.stop)
         written = self.servers.written(request.context, request.answer.remaining_tokens, settings, lease, streamed)

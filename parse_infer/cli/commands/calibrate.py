@@ -30,18 +30,25 @@ def calibrate(
     limit: Annotated[int, typer.Option(min=1, help="Number of problems; smaller risks need more.")] = 500,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problem selection.")] = 0,
     risk: Annotated[
-        str, typer.Option(metavar="A,B,…", help="Shares of requests that may be lost; one promise for each.")
+        str, typer.Option(metavar="A,B,…", help="Losses that may be expected, such as 0.02; one promise for each.")
     ] = "0.01,0.02,0.05,0.1",
     confidence: Annotated[float, typer.Option(help="Confidence of each promise.")] = 0.9,
     loss: Annotated[
         str,
         typer.Option(
-            metavar="accuracy|disagreement",
-            help="accuracy: a request is lost if the target alone is right and PARSE is wrong. disagreement, without "
-            "a checker: PARSE's final answer differs from the target's.",
+            metavar="accuracy|lost|disagreement",
+            help="accuracy: the target's accuracy minus PARSE's. lost: the share of requests that the target alone "
+            "answers right and PARSE wrong. disagreement, without a checker: PARSE's final answer differs from the "
+            "target's.",
         ),
-    ] = "accuracy",
+    ] = "lost",
+    temperature: Annotated[float, typer.Option(min=0, help="Of the target; 0: greedy. Drafts are greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Of the target's sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of the target's sampling; 0: all tokens.")] = 0,
     samples: Annotated[
+        int | None, typer.Option(min=1, help="Sampled answers to each problem; default: 4, greedy 1.")
+    ] = None,
+    majority: Annotated[
         int,
         typer.Option(
             min=0,
@@ -65,7 +72,8 @@ def calibrate(
 ) -> None:
     """Find the fastest settings that keep a promise: "at most 5 in 100 requests are lost, with 90 % confidence".
 
-    The target alone and PARSE under every threshold answer every problem. Drafts, validities and continuations are
+    With --loss accuracy: "at most 2 points of accuracy are lost". A promise holds for its own sampling only. The
+    target alone and PARSE under every threshold answer every problem. Drafts, validities and continuations are
     computed once, so many thresholds cost little. Writes calibration.json into --out. The local backend also writes
     it into the adapter's folder, if that is on this machine and --cut-policy is not given. `parse-infer generate
     --risk 0.05` reads it there.
@@ -74,6 +82,7 @@ def calibrate(
     Examples:
       parse-infer calibrate --limit 500
       parse-infer calibrate --adapter runs/judge/adapter --risk 0.05 --limit 1000
+      parse-infer calibrate --temperature 0.7 --top-p 0.8 --top-k 20 --loss accuracy --risk 0.02,0.05
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """
@@ -83,14 +92,18 @@ def calibrate(
     from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
     from parse_infer.calibration.schema import FILE
+    from parse_infer.settings.sampling import Sampling
 
+    sampling = Sampling(temperature, top_p, top_k, seed=None if temperature == 0 else seed)
     settings = CalibrationSettings(
         risks=read_numbers(risk, "--risk"),
         confidence=confidence,
         loss=loss,  # type: ignore[arg-type]
         blocks=tuple(map(number_or_choice, block_tokens.split(","))),
         max_new_tokens=max_new_tokens,
-        samples=samples,
+        majority=majority,
+        sampling=sampling,
+        samples=samples or (1 if sampling.greedy else 4),
         timed=timed,
     )
     problems = take_problems(loaded_task, split, seed, limit)
@@ -115,6 +128,7 @@ def calibrate(
 
 def promises_table(calibration: Calibration) -> Table:
     """Build the terminal table of a calibration's promises."""
+    from parse_infer.calibration.schema import describe_sampling
     from parse_infer.evaluation.tables import terminal_table
     from parse_infer.settings.acceptance import describe_threshold
 
@@ -130,5 +144,6 @@ def promises_table(calibration: Calibration) -> Table:
                 f"{tried.speedup:.2f}x",
             ]
         cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *figures])
-    heading = ("at most lost", "confidence", "threshold", "block tokens", "lost here", "speed-up")
-    return terminal_table(heading, cells, title=f"{calibration.n_problems} problems of {calibration.task}")
+    heading = (f"at most ({calibration.loss})", "confidence", "threshold", "block tokens", "lost here", "speed-up")
+    title = f"{calibration.n_problems} problems of {calibration.task}, {describe_sampling(calibration.sampling)}"
+    return terminal_table(heading, cells, title=title)

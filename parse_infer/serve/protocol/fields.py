@@ -268,8 +268,12 @@ class AnswerBody(Body):
 
     @property
     def wants_greedy(self) -> bool:
-        """Whether the request needs greedy decoding: mode exact or a risk."""
-        return self.parse is not None and (self.parse.mode == "exact" or self.parse.risk is not None)
+        """Whether the request needs greedy decoding."""
+        return self.parse is not None and self.parse.mode == "exact"
+
+    @property
+    def names_risk(self) -> bool:
+        return self.parse is not None and self.parse.risk is not None
 
     @property
     def says_adaptive(self) -> bool:

@@ -143,7 +143,7 @@ def test_requests_carry_the_key_of_the_servers(by, engine, connect, monkeypatch,
 
 @pytest.mark.slow
 def test_a_calibration_over_servers_keeps_the_local_one(coordinated, monkeypatch, tmp_path, capsys):
-    found = Calibration("t", 300, "x", "accuracy", 0.9, 24, {}, [], {0.1: None})
+    found = Calibration("t", 300, "x", "lost", 0.9, 24, {}, [], {0.1: None})
     monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
     adapter, out = tmp_path / "adapter", tmp_path / "out"
     adapter.mkdir()
@@ -226,7 +226,7 @@ def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch,
 def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch, tmp_path, capsys):
     tried = [TestedPoint(OperatingPoint(0.8, "whole"), 0, 0.04, 2.0, 0.1)]
     file = tmp_path / "calibration.json"
-    Calibration("t", 300, "x", "accuracy", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0}).save(file)
+    Calibration("t", 300, "x", "lost", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0}).save(file)
     calls = []
 
     def from_pretrained(target, draft, adapter, **options):

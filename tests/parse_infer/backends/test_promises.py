@@ -91,7 +91,7 @@ def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect,
 def test_a_calibration_of_other_models_is_refused(engine, connect):
     coordinator, _, _ = connect(engine)
     models = {**coordinator.describe(), "draft": "another"}
-    coordinator.calibration = Calibration("t", 1, "x", "accuracy", 0.9, 24, models, [], {0.1: None})
+    coordinator.calibration = Calibration("t", 1, "x", "lost", 0.9, 24, models, [], {0.1: None})
     with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(draft\)"):
         coordinator.generate(PROMPTS[0], risk=0.1)
 
@@ -109,7 +109,7 @@ def test_the_model_of_a_draft_server_is_compared_once_the_server_has_named_it(mo
     with connect() as made:
         models = made.describe()
     tried = [TestedPoint(OperatingPoint(0.8), 0, 0.04, 2.0, 0.1)]
-    found = Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.05: 0})
+    found = Calibration("t", 300, "x", "lost", 0.9, 24, models, tried, {0.05: 0})
     found.save(file)
     with connect(calibration=file, expected=settings) as made:
         assert made.calibration.models["draft"] == "qwen"

@@ -21,6 +21,7 @@ from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibr
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
+from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.registry import load_token_drafter
@@ -109,9 +110,89 @@ def test_a_replay_keeps_only_the_states_at_which_an_answer_may_continue(engine: 
     assert states <= cuts, f"{states:.0f} states are kept for {cuts} cuts of {len(verdicts)} drafts"
 
 
-def test_only_greedy_answers_are_replayed(engine: ParseEngine):
-    with pytest.raises(ValueError, match="greedy answers only"):
-        Replay(engine).answer("Hi", GenerationSettings(resume_sampling=Sampling(0.7)))
+@pytest.mark.parametrize("block_tokens", ["whole", 8])
+@pytest.mark.slow
+def test_replayed_samples_are_the_engines(engine: ParseEngine, block_tokens):
+    """Each seed has its own answers; drafts and what the judge says of them are shared."""
+    plain = GenerationSettings(40, block_tokens=block_tokens, adaptive=False)
+    prompt = PROMPTS[0]
+    settings = [
+        plain.override(threshold=threshold, resume_sampling=Sampling(0.8, top_p=0.9, seed=seed))
+        for seed in range(3)
+        for threshold in (1.1, *middle_thresholds(engine, prompt)[::4], 0.0)
+    ]
+    wanted = [engine.generate(prompt, each) for each in settings]
+    n = len(settings) // 3
+    assert len({g.text for g in wanted[:n]}) > 2, "the thresholds must differ for the test to say something"
+    assert len({wanted[i * n].text for i in range(3)}) == 3, "and the seeds"
+    with Replay(engine) as replay:
+        replay.clear_caches()
+        for _ in range(2):
+            for each, generation in zip(settings, wanted, strict=True):
+                assert replay.answer(prompt, each).token_ids == generation.token_ids, each
+        with TokenCount(engine.target.model) as count:
+            for each in reversed(settings):
+                replay.answer(prompt, each)
+        assert count.widths == []
+
+
+def test_answers_that_would_differ_from_run_to_run_are_not_replayed(engine: ParseEngine):
+    for sampling in ({"resume_sampling": Sampling(0.7)}, {"temperature": 0.7, "seed": 1}):
+        with pytest.raises(ValueError, match="replays greedy drafts, and samples of the target with a seed only"):
+            Replay(engine).answer("Hi", GenerationSettings().override(**sampling))
+
+
+@pytest.mark.slow
+def test_a_calibration_of_samples_promises_accuracy_at_its_temperature(engine: ParseEngine, tmp_path: Path):
+    sampling = Sampling(0.9, top_k=40, seed=3)
+    settings = replace(SETTINGS, sampling=sampling, samples=3, loss="accuracy", risks=(0.6, 0.9), timed=4)
+
+    def right(problem: Problem, text: str) -> bool:
+        return sum(map(ord, text)) % 2 == 0
+
+    def ends(plain):
+        return lambda *a, **o: replace(plain(*a, **o), finish_reason="eos")
+
+    with pytest.MonkeyPatch.context() as patch:  # cut-off answers are wrong, and these models never end
+        patch.setattr(ParseEngine, "generate_target", ends(ParseEngine.generate_target))
+        patch.setattr(Replay, "answer", ends(Replay.answer))
+        found = run(engine, tmp_path / "samples", settings, check=right)
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "records.jsonl").open()]
+    assert found.sampling == replace(sampling, seed=None) and found.samples == 3
+    values = {3 * loss for row in rows for loss in row["losses"][0]}
+    assert len(values) > 2 and min(values) < 0 < max(values), "wins and losses were seen"
+    assert all(abs(value - round(value)) < 1e-9 for value in values), "thirds: the mean of three samples"
+    assert all(row["losses"][0][0] == 0 for row in rows[4:]), "where nothing is accepted, the answers are the target's"
+    assert all(0 <= 3 * row["target_right"] <= 3 for row in rows)
+    assert all(pace >= 1 for row in rows[:4] for pace in row["tokens_per_forward"][0])
+    point = found.tried[-1]
+    assert point.losses == pytest.approx(sum(row["losses"][0][-1] for row in rows))
+    found.save(tmp_path / "calibration.json")
+    engine.calibration = Calibration.load(tmp_path / "calibration.json")
+    risk = next(risk for risk, place in found.promises.items() if place is not None)
+    asked = {"max_new_tokens": 30, "risk": risk}
+    for temperature in ({}, {"temperature": 0.9}, {"temperature": 0.5, "top_k": 40}):
+        with pytest.raises(ValueError, match=r"covers temperature 0\.9, top_k 40 only, and this request has"):
+            engine.generate(PROMPTS[0], **asked, **temperature)
+    with pytest.raises(ValueError, match="greedy drafts only: omit draft_temperature"):
+        engine.generate(PROMPTS[0], **asked, temperature=0.9, top_k=40, draft_temperature=0.5)
+    promised = engine.generate(PROMPTS[0], **asked, temperature=0.9, top_k=40, seed=5)
+    point = found.setting(risk).setting
+    own = engine.generate(
+        PROMPTS[0], max_new_tokens=30, **asdict(point), temperature=0.9, top_k=40, seed=5, draft_temperature=0
+    )
+    assert promised.token_ids == own.token_ids
+
+
+def test_samples_and_losses_that_make_no_sense_together():
+    for changes, message in [
+        ({"samples": 2}, "samples is 2: greedy answers take 1 sample"),
+        ({"sampling": Sampling(0.7)}, "loss disagreement needs greedy answers: at temperature 0.7"),
+        ({"sampling": Sampling(0.7), "loss": "lost"}, "samples is 1: temperature 0.7 take at least 2 samples"),
+    ]:
+        settings = {"samples": 4, **changes} if "loss disagreement" in message else changes
+        with pytest.raises(ValueError, match=re.escape(message)):
+            replace(SETTINGS, **settings)
 
 
 def test_the_order_goes_from_nothing_to_everything():
@@ -235,7 +316,7 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
     def same(one: str, other: str) -> bool:
         return len(one) % 3 == len(other) % 3
 
-    settings = replace(SETTINGS, samples=5, risks=(0.9,))
+    settings = replace(SETTINGS, majority=5, risks=(0.9,))
     problems = [Problem(f"p{i}", f"{PROMPTS[i]} {i}") for i in range(3)]
     found = calibrate(engine, problems, lambda problem, text: None, same, tmp_path, settings, task="t")
     lost = 0
@@ -253,8 +334,8 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
     own = calibrate(engine, problems, lambda p, t: None, folder=tmp_path / "own", settings=settings, task="t", **never)
     assert own.tried[0].losses == lost, "a problem may have its own comparison"
     assert own.tried[0].disagreement == 1, "an audit knows no problem, and compares by `same`"
-    for wrong in ({"samples": 2}, {"samples": 5, "loss": "accuracy"}):
-        with pytest.raises(ValueError, match="a majority takes at least 3"):
+    for wrong in ({"majority": 2}, {"majority": 5, "loss": "lost"}):
+        with pytest.raises(ValueError, match="it takes at least 3 samples"):
             replace(SETTINGS, **wrong)
 
 
@@ -275,7 +356,7 @@ def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int],
 
 
 def blank(**changes) -> Calibration:
-    fields = {"task": "t", "n_problems": 300, "problems": "x", "loss": "accuracy", "confidence": 0.9}
+    fields = {"task": "t", "n_problems": 300, "problems": "x", "loss": "lost", "confidence": 0.9}
     return Calibration(**fields, max_new_tokens=30, models={}, tried=[], promises={}, **changes)
 
 
@@ -331,7 +412,7 @@ def test_what_cannot_be_promised_is_said_before_any_work(engine: ParseEngine, tm
         ({"risks": (1.5,)}, "risk is 1.5; it must be a number between 0 and 1"),
         ({"risks": ()}, "name at least one risk"),
         ({"confidence": 0.0}, "confidence is 0.0"),
-        ({"loss": "regret"}, "loss is 'regret'; choose one of accuracy, disagreement"),
+        ({"loss": "regret"}, "loss is 'regret'; choose one of accuracy, lost, disagreement"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             replace(SETTINGS, **changes)
@@ -366,7 +447,7 @@ def test_training_problems_show_nothing_whatever_their_ids(
 @pytest.mark.slow
 def test_answers_that_the_budget_cuts_off_are_wrong(engine: ParseEngine, tmp_path: Path, monkeypatch):
     """A checker may find the right number in them, and with a larger budget they go on."""
-    settings = replace(SETTINGS, loss="accuracy", risks=(0.5,), timed=12)
+    settings = replace(SETTINGS, loss="lost", risks=(0.5,), timed=12)
     with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
         run(engine, tmp_path / "all", settings, check=lambda problem, text: True)
     end_target(monkeypatch)
@@ -394,7 +475,7 @@ def end_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, tmp_path: Path):
-    settings = replace(SETTINGS, loss="accuracy")
+    settings = replace(SETTINGS, loss="lost")
     with pytest.raises(ValueError, match="answers none of the first 12 problems right"):
         run(engine, tmp_path / "a", settings, check=lambda problem, text: False)
     with pytest.raises(ValueError, match="the checker cannot decide on an answer to problem p0"):
@@ -403,13 +484,18 @@ def test_a_target_that_is_never_right_has_nothing_to_lose(engine: ParseEngine, t
 
 @pytest.mark.slow
 def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEngine, tmp_path: Path, monkeypatch):
-    """A checker that does not know its own mind stands for a target that answers differently from run to run."""
-    end_target(monkeypatch)
+    """The target answers differently from run to run, as rounding may make it."""
     end_replays(monkeypatch)
-    mind = Random(0)
-    settings = replace(SETTINGS, loss="accuracy", risks=(0.2,))
+    plain = ParseEngine.generate_target
+
+    def other(*arguments: Any, **options: Any) -> Generation:
+        answer = plain(*arguments, **options)
+        return replace(answer, text=answer.text + " indeed", finish_reason="eos")
+
+    monkeypatch.setattr(ParseEngine, "generate_target", other)
+    settings = replace(SETTINGS, loss="lost", risks=(0.2,), timed=12)
     with pytest.raises(ValueError, match="even where nothing of a draft is accepted"):
-        run(engine, tmp_path, settings, check=lambda problem, text: mind.random() < 0.5)
+        run(engine, tmp_path, settings, check=lambda problem, text: text.endswith("indeed"))
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) < 12
 
 
@@ -497,7 +583,7 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     luck = Random(3)
     numbers = [luck.random() for _ in range(1000)]
     rows = outcomes(1000, lambda i, j: float(numbers[i] < j / 200), lambda j: 2 - j / 60)
-    config = {"loss": "accuracy", "blocks": ["whole"], "max_new_tokens": 30}
+    config = {"loss": "lost", "blocks": ["whole"], "max_new_tokens": 30}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     assert calibration_splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0

@@ -203,7 +203,7 @@ def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
         TestedPoint(OperatingPoint(1.01, 8), 0, 0.01, 1.0, 0.01),
         TestedPoint(OperatingPoint(0.0), 0, 0.04, 2.0, disagreement),
     ]
-    return Calibration("t", 300, "x", "accuracy", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
+    return Calibration("t", 300, "x", "lost", 0.9, 24, models, tried, {0.01: 0, 0.05: 1})
 
 
 def test_a_request_may_ask_for_a_promise(make_engine):

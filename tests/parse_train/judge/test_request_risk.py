@@ -81,7 +81,7 @@ def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, t
     )
 
 
-@pytest.mark.parametrize(("label", "loss"), [({}, "accuracy"), ({"check_with": "own_answer"}, "disagreement")])
+@pytest.mark.parametrize(("label", "loss"), [({}, "lost"), ({"check_with": "own_answer"}, "disagreement")])
 def test_labels_from_own_answers_are_calibrated_without_references(config, tmp_path, label, loss, capsys, monkeypatch):
     def stop(*given, loss, **named):
         raise ParseError(f"the loss is {loss}")
