@@ -29,9 +29,9 @@ class DraftModelProposer:
         confidence: a chain ends with the first token whose probability under `draft` is lower. The length of a chain
             depends only on its tokens, so block verification stays exact.
 
-    With neither `tokens` nor `confidence`, a greedy chain ends where one more token is not faster (`BlockLength`), and
-    the model writes alone while no chain is faster. Other chains have `TOKENS` and `CONFIDENCE`, since the random
-    numbers of an answer must not depend on measured times.
+    With neither `tokens` nor `confidence`, a chain ends where one more token is not faster (`BlockLength`), and the
+    model writes alone while no chain is faster. Samples with a seed have `TOKENS` and `CONFIDENCE` instead, since the
+    random numbers of such an answer must not depend on measured times.
 
     Raises:
         ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, or `confidence`
@@ -49,7 +49,8 @@ class DraftModelProposer:
             )
         if draft.decoder is model.decoder:
             raise ModelError("draft model and target must not share a decoder: pass dataclasses.replace(draft)")
-        self._length = BlockLength() if tokens is None and confidence is None else None
+        self._measures = tokens is None and confidence is None
+        self._lengths = {True: BlockLength(), False: BlockLength()}  # of greedy chains, of sampled ones
         self._max_tokens = TOKENS if tokens is None else tokens
         self._min_confidence = CONFIDENCE if confidence is None else confidence
         if self._max_tokens < 1:
@@ -66,9 +67,10 @@ class DraftModelProposer:
         self, ids: Sequence[int], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> TokenTree:
         both = self._vocabularies
-        length = self._length if sampling.greedy else None
+        measures = self._measures and (sampling.greedy or sampling.seed is None)
+        length = self._lengths[sampling.greedy] if measures else None
         if length is not None and length.pause:
-            return TokenTree.chain((), on_read=self._note_alone)
+            return TokenTree.chain((), on_read=partial(self._note_alone, length))
         context = both.context(ids)
         max_tokens = self._max_tokens
         if length is not None:
@@ -104,28 +106,34 @@ class DraftModelProposer:
         self.forwards += decoder.forwards - before
         if unread > 2:  # more than the last proposed token and the model's own: not what a token costs
             del times[0]
-        on_read = None if length is None else partial(self._note, confidences, times)
+        on_read = None if length is None else partial(self._note, length, confidences, times)
         return TokenTree.chain(tokens, torch.stack(drawn_from) if drawn_from else None, on_read)
 
-    def _note(self, confidences: list[float], times: list[float], accepted: int, read_s: float, read: int) -> None:
-        assert self._length is not None
-        n, costs = len(confidences), self._length.costs
+    def _note(
+        self,
+        length: BlockLength,
+        confidences: list[float],
+        times: list[float],
+        accepted: int,
+        read_s: float,
+        read: int,
+    ) -> None:
+        n, costs = len(confidences), length.costs
         if len(times) > 1:
             draft_s = n * (times[-1] - times[0]) / (len(times) - 1)
         elif costs is not None:  # one token, after more than the draft model had read
             draft_s = costs.draft_s
         else:
             return
-        self._length.note(confidences, accepted, accepted < n, draft_s, read_s, read, added=1)
+        length.note(confidences, accepted, accepted < n, draft_s, read_s, read, added=1)
 
-    def _note_alone(self, accepted: int, read_s: float, read: int) -> None:
-        assert self._length is not None
+    def _note_alone(self, length: BlockLength, accepted: int, read_s: float, read: int) -> None:
         if read > 2:  # a prompt
             return
         tokens, seconds = self._alone[0] + 1, self._alone[1] + read_s
         self._alone = tokens, seconds
-        if tokens >= self._length.pause:
-            self._length.note_alone(seconds, tokens)
+        if tokens >= length.pause:
+            length.note_alone(seconds, tokens)
             self._alone = 0, 0.0
 
 

@@ -205,13 +205,14 @@ def test_block_verification_keeps_more_than_token_by_token():
     assert whole > 1.02 * one_by_one, (whole, one_by_one)
 
 
+@pytest.mark.parametrize("sizes", [{"tokens": 3, "confidence": 0.1}, {}], ids=["fixed", "measured"])
 @pytest.mark.slow
-def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, tokenizer, random_ids):
+def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, tokenizer, random_ids, sizes):
     """End to end: the first token of a real decode comes as often as the model alone draws it."""
     target = make_model("llama")
     lm = language_model(target, tokenizer, "target")
     draft = language_model(resembling(make_model, target, 0.3), tokenizer, "draft")
-    drafter, prompt, sampling = DraftModelProposer(draft, lm, 3, confidence=0.1), random_ids(8), Sampling(0.6, top_k=4)
+    drafter, prompt, sampling = DraftModelProposer(draft, lm, **sizes), random_ids(8), Sampling(0.6, top_k=4)
     generator = torch.Generator().manual_seed(0)
     lm.decoder.seek(prompt)
     first = distribution(lm.decoder.next_logits(), sampling)

@@ -79,7 +79,7 @@ def test_chains_are_those_of_whole_forwards(pair, sampling):
     assert len(lengths) > 1, "no chain ends in doubt"
 
 
-def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypatch):
+def test_without_sizes_a_chain_ends_where_it_stops_paying(pair, monkeypatch):
     target, draft = pair
     ids = torch.randint(0, 250, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     drafter = DraftModelProposer(draft, target)
@@ -95,7 +95,10 @@ def test_without_sizes_a_greedy_chain_ends_where_it_stops_paying(pair, monkeypat
     monkeypatch.setattr(BlockLength, "longest", 3)
     assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:3]
 
-    monkeypatch.setattr(BlockLength, "end_after", None)  # random numbers must not depend on measured times
+    drawn = Sampling(1.0)
+    generator = torch.Generator().manual_seed(0)
+    assert len(drafter.propose(ids, 40, drawn, generator).tokens) == 3
+    monkeypatch.setattr(BlockLength, "end_after", None)  # random numbers of a seed must not depend on measured times
     sampling = Sampling(1.0, seed=3)
     assert drafter.propose(ids, 40, sampling, random_generator(sampling, "cpu")).tokens
     fixed = DraftModelProposer(draft, target, tokens=4, confidence=0.0)
@@ -125,7 +128,7 @@ def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair
     monkeypatch.setattr(BlockLength, "note", spied)
     monkeypatch.setattr(BlockLength, "note_alone", spied_alone)
     monkeypatch.setattr(BlockLength, "next_pause", lambda self: 4)
-    drafter._note_alone(0, 1e6, 300)  # the prompt of an answer that begins in a pause is no token
+    drafter._note_alone(drafter._lengths[True], 0, 1e6, 300)  # the prompt of an answer begun in a pause is no token
     target.decoder.seek(ids)
     assert list(speculative_decode(target.decoder, drafter, 60)) == expected
     assert alone and set(alone) == {4}
