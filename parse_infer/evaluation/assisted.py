@@ -86,7 +86,7 @@ class AssistantSettings:
 
 
 class TransformersGeneration:
-    """Greedy answers by transformers' own loop, assisted by `draft` if given.
+    """Answers by transformers' own loop, assisted by `draft` if given.
 
     A draft model with a reduced vocabulary assists in the target's vocabulary (`in_target_vocabulary`). A draft model
     with another tokenizer assists through text, as transformers implements it.
@@ -98,7 +98,7 @@ class TransformersGeneration:
         self._target = target
         self._draft = draft
         self._assistant = assistant or AssistantSettings()
-        self._options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        self._options: dict[str, Any] = {}
         self._options["eos_token_id"] = sorted(target.eos_ids) or None
         pad = target.tokenizer.pad_token_id
         self._options["pad_token_id"] = target.end_token if pad is None else pad
@@ -120,7 +120,7 @@ class TransformersGeneration:
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, settings: GenerationSettings) -> Generation:
-        """Answer one prompt. Of the settings, only `max_new_tokens` applies.
+        """Answer one prompt. Of the settings, only `max_new_tokens` and the target's sampling apply.
 
         Statistics: every draft forward proposes one token; every target forward adds one own token to the accepted
         draft tokens.
@@ -133,10 +133,18 @@ class TransformersGeneration:
         stats = Statistics()
         draft_model = self._draft_model
         model: Any = target.model  # `generate` comes from a mixin that the base class does not declare
+        own = settings.resume_sampling
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if not own.greedy:
+            sampling = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
         drafting = self._assistant.on(draft_model) if draft_model is not None else nullcontext()
         with _counted(model) as target_calls, _counted(draft_model) as draft_calls, drafting:
             output = model.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=budget, **self._options
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=budget,
+                **sampling,
+                **self._options,
             )
         ids = output[0, len(prompt_ids) :].tolist()
         stats.target_forwards, stats.draft_forwards = target_calls[0], draft_calls[0]

@@ -39,6 +39,7 @@ from parse_infer.request.events import Done
 from parse_infer.request.output import Generation
 from parse_infer.settings.acceptance import check_threshold
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import seed_of
 from parse_infer.speculation.registry import load_token_drafter
 from parse_infer.text.prompts import Prompt
 
@@ -91,7 +92,8 @@ def make_modes(
     "draft" have none. The token drafters of `engine` are not used.
 
     Args:
-        settings: greedy settings. Their threshold applies to modes with the adapter (None: the adapter's own), and
+        settings: with greedy drafts. Their `resume_sampling` applies to all modes, also to the draft model alone and
+            to what it proposes token by token; their threshold to modes with the adapter (None: the adapter's own);
             `block_tokens` to the PARSE modes.
         zero_shot_threshold: threshold of "parse-zero-shot"; None: 0.5.
         thresholds: thresholds of the sweep, which covers the named modes that are in `SWEPT`.
@@ -114,7 +116,8 @@ def make_modes(
     for name in names:
         base = base_of(name)
         if name == "draft":
-            modes.append(Mode(name, _draft_alone(engine, plain)))
+            alone = plain.override(draft_sampling=plain.resume_sampling)
+            modes.append(Mode(name, _draft_alone(engine, alone)))
         elif base in ("assisted", "transformers"):
             assistant = AssistantSettings.parse(name)
             own_loop = TransformersGeneration(engine.target, engine.draft if base == "assisted" else None, assistant)
@@ -165,6 +168,8 @@ def answer(
     repeat: int = 0,
 ) -> Record:
     """Measure one answer of one mode."""
+    # Without a seed in the settings, chains of lossless sampling end where they stop paying, as greedy ones do.
+    torch.manual_seed(seed_of(problems_digest([problem]), mode.name, repeat))
     generation, seconds = timed(engine, mode, problem.prompt)
     own: dict[str, Any] = {}
     if mode.base not in DRAFTING:

@@ -18,7 +18,13 @@ all of it. Figures of a mode:
 - limit_share: tokens_per_s / the limit's. The limit is the draft model alone plus one target forward over prompt and
   draft; only a faster draft model can exceed it.
 
-With repeats, times are medians per problem. Comparisons with a target or draft model that was not run are None.
+With repeats, times are medians per problem. Repeats of a sampled benchmark are samples: all of them count, intervals
+resample problems, and two figures say how alike the samples of a problem are:
+
+- pass_at_k: share of the problems that at least one of the k samples answers right;
+- distinct: distinct texts among the k samples, as a share of k.
+
+Comparisons with a target or draft model that was not run are None.
 """
 
 from __future__ import annotations
@@ -28,10 +34,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parse_infer.evaluation.records import AnswerFigures, Record, acceptance_rate, costs
 from parse_infer.evaluation.results_file import to_columns
-from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, wilson_interval
+from parse_infer.evaluation.statistics import difference_interval, mean_interval, rate_ratio_interval, wilson_interval
 
 Figures = dict[str, Any]
 
@@ -49,11 +56,12 @@ def summarise(
     """
     if any(record.correct is None for record in records):  # the task has no references
         environment, records = environment | {"scored": False}, _compared(records)
-    table = _by_mode(records, problem_ids)
+    samples = int(environment.get("repeats", 1)) if environment.get("sampling") else 1
+    table = _by_mode(records, problem_ids, samples)
     seed = int(environment.get("seed", 0))
     base = {name: rows for name, rows in table.items() if "@" not in name}
     order = [name for name in environment.get("modes", base) if name in base]
-    modes = {name: _figures(base[name], base, seed) for name in order}
+    modes = {name: _figures(base[name], base, seed, samples) for name in order}
     results: dict[str, Any] = {"environment": environment, "modes": modes}
     results |= dict.fromkeys(("limit", "acceptance", "sweep", "categories"))
     if "draft" in base:
@@ -66,17 +74,17 @@ def summarise(
         }
     swept = {name: rows for name, rows in table.items() if "@" in name}
     if swept:
-        n = min(len(rows) for rows in swept.values())
+        n = min(len(rows) for rows in swept.values())  # of answers
         part = {name: rows[:n] for name, rows in base.items()}
         points = []
         for name, rows in swept.items():
             mode, _, threshold = name.partition("@")
-            points.append({"mode": mode, "threshold": float(threshold), **_figures(rows, part, seed)})
+            points.append({"mode": mode, "threshold": float(threshold), **_figures(rows, part, seed, samples)})
         points.sort(key=lambda point: (point["mode"], point["threshold"]))
         results["sweep"] = {
-            "problems": n,
+            "problems": n // samples,
             "points": points,
-            "modes": {name: _figures(part[name], part, seed) for name in order},
+            "modes": {name: _figures(part[name], part, seed, samples) for name in order},
         }
     if categories:
         results["categories"] = _by_category(base, order, categories)
@@ -113,8 +121,8 @@ def _by_category(
     return by_category
 
 
-def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str, list[Record]]:
-    """One record per problem (in order) and mode: the first repeat, with the median time of all repeats."""
+def _by_mode(records: Sequence[Record], problem_ids: Sequence[str], samples: int) -> dict[str, list[Record]]:
+    """The records of each mode, problem by problem: all samples, or the first repeat with the median time of all."""
     place = {problem: i for i, problem in enumerate(problem_ids)}
     groups: dict[str, dict[str, list[Record]]] = {}
     for record in records:
@@ -122,9 +130,12 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str,
             groups.setdefault(record.mode, {}).setdefault(record.problem_id, []).append(record)
     table = {}
     for mode, problems in groups.items():
-        rows = []
+        rows: list[Record] = []
         for problem in sorted(problems, key=place.__getitem__):
             repeats = sorted(problems[problem], key=lambda r: r.repeat)
+            if samples > 1:
+                rows += repeats
+                continue
             medians: dict[str, Any] = {"seconds": float(np.median([r.seconds for r in repeats]))}
             if prefill := [r.prefill_s for r in repeats if r.prefill_s is not None]:
                 medians["prefill_s"] = float(np.median(prefill))
@@ -133,14 +144,15 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[str,
     return table
 
 
-def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -> Figures:
+def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, samples: int = 1) -> Figures:
     """All figures of one mode; `base` has the modes outside the sweep on the same problems."""
     n = len(rows)
     right = [bool(r.correct) for r in rows]
+    shares = _by_problem(right, samples)
     figures: Figures = {
-        "n": n,
+        "n": n // samples,
         "accuracy": sum(right) / n,
-        "accuracy_ci": wilson_interval(sum(right), n),
+        "accuracy_ci": wilson_interval(sum(right), n) if samples == 1 else mean_interval(shares, seed=seed),
         "accuracy_diff": None,
         "accuracy_diff_ci": None,
         **dict.fromkeys(
@@ -156,9 +168,13 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
         theirs = [bool(r.correct) for r in base["target"]]
         figures |= {
             "accuracy_diff": (sum(right) - sum(theirs)) / n,
-            "accuracy_diff_ci": difference_interval(right, theirs, seed=seed),
-            **speedups(rows, base["target"], seed),
+            "accuracy_diff_ci": difference_interval(shares, _by_problem(theirs, samples), seed=seed),
+            **speedups(rows, base["target"], seed, samples),
         }
+    if samples > 1:
+        texts = [{r.text for r in rows[i : i + samples]} for i in range(0, n, samples)]
+        figures["pass_at_k"] = float((shares > 0).mean())
+        figures["distinct"] = sum(map(len, texts)) / n
     if "draft" in base:
         figures["limit_share"] = figures["tokens_per_s"] / _limit_rate(base["draft"])
     if rows[0].draft_tokens is not None:
@@ -170,11 +186,19 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int) -
     return figures
 
 
-def speedups(ours: Sequence[AnswerFigures], theirs: Sequence[AnswerFigures], seed: int) -> Figures:
+def _by_problem(values: Sequence[float], samples: int) -> NDArray[np.float64]:
+    """Means over the samples of each problem, [n]."""
+    return np.asarray(values, dtype=np.float64).reshape(-1, samples).mean(1)
+
+
+def speedups(ours: Sequence[AnswerFigures], theirs: Sequence[AnswerFigures], seed: int, samples: int = 1) -> Figures:
     """Ratios of tokens/s and of seconds per answer, with paired intervals; row i of both answers one problem."""
-    tokens, seconds = [r.n_tokens for r in ours], [r.seconds for r in ours]
-    their_tokens, their_seconds = [r.n_tokens for r in theirs], [r.seconds for r in theirs]
-    ones = np.ones(len(ours))
+    tokens, seconds, their_tokens, their_seconds = (
+        _by_problem(values, samples)
+        for rows in (ours, theirs)
+        for values in ([r.n_tokens for r in rows], [r.seconds for r in rows])
+    )
+    ones = np.ones(len(tokens))
     return {
         "speedup": sum(tokens) / sum(seconds) / (sum(their_tokens) / sum(their_seconds)),
         "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),

@@ -30,6 +30,7 @@ from parse_infer.files import write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.acceptance import check_threshold
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import GREEDY, Sampling
 
 THRESHOLDS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99)
 
@@ -41,6 +42,8 @@ class BenchSettings:
     modes: tuple[str, ...] = DEFAULT_MODES
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     """Settings of the answers. `max_new_tokens` applies to all modes, the others to PARSE with the trained judge."""
+    sampling: Sampling = GREEDY
+    """Of the target and of lossless speculation, without seed. Drafts that a judge reads are greedy."""
     zero_shot_threshold: float | None = None
     """Threshold of the zero-shot judge; None: 0.5."""
     thresholds: tuple[float, ...] = THRESHOLDS
@@ -48,7 +51,7 @@ class BenchSettings:
     sweep_limit: int = 100
     """The sweep covers this many problems, from the first."""
     repeats: int = 1
-    """Runs of every mode on every problem; tables use the median time."""
+    """Runs of every mode on every problem; tables use the median time. Where the target samples, each is a sample."""
     seed: int = 0
     """Seed of the bootstrap (on the command line also of the problem selection)."""
 
@@ -59,6 +62,8 @@ class BenchSettings:
             value = getattr(self.generation, name)
             if value != getattr(GenerationSettings(), name) and (name, value) != NO_PAUSES:
                 raise ParseError(f"a benchmark does not take {name}: {why}")
+        if self.sampling.seed is not None:
+            raise ParseError(f"the seed of the sampling is {self.sampling.seed}: a benchmark seeds each answer itself")
         if self.repeats < 1:
             raise ParseError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
@@ -104,7 +109,7 @@ def run_bench(
     modes = make_modes(
         engine,
         settings.modes,
-        settings.generation,
+        settings.generation.override(resume_sampling=settings.sampling),
         zero_shot_threshold=settings.zero_shot_threshold,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
@@ -120,6 +125,8 @@ def run_bench(
     config = {name: value for name, value in generation.items() if name in given} | config
     if not any(name in SWEPT for name in settings.modes):
         config |= {"thresholds": (), "sweep_limit": 0}
+    if settings.sampling.greedy:
+        del config["sampling"]
     config["chosen_threshold"] = _chosen(engine, settings)
     store = RecordStore(folder, {**config, **environment, "drafters": drafters}, Record)
 

@@ -23,6 +23,11 @@ def wilson_interval(successes: int, n: int) -> Interval:
     return float(interval.low), float(interval.high)
 
 
+def mean_interval(values: ArrayLike, *, seed: int = 0) -> Interval:
+    """Bootstrap interval of the mean of values [n], one of each problem."""
+    return _paired_interval((values,), lambda a: a.mean(-1), seed)
+
+
 def difference_interval(ours: ArrayLike, theirs: ArrayLike, *, seed: int = 0) -> Interval:
     """Paired interval of mean(ours) - mean(theirs); both [n], row i on the same problem.
 

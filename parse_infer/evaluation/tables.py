@@ -25,6 +25,7 @@ HEADER = (
         "of limit, %",
     ),
 )
+SAMPLED = ("one of k right, %", "distinct texts, %")  # of k samples
 AGREES = "as the target, %"  # replaces "right, %" for tasks without references
 _INTERVAL = r" (?=\[)"  # the space before it
 _LONGEST_NAME = 28  # characters; a longer first cell is folded
@@ -48,6 +49,7 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
             format_number(m["target_forwards"], 1),
             format_number(m["acceptance_length"] if m["target_forwards"] else None, 2),
             format_percent(m["limit_share"]),
+            *([format_percent(m["pass_at_k"]), format_percent(m["distinct"])] if "pass_at_k" in m else []),
         ]
         for name, m in modes.items()
     ]
@@ -55,7 +57,8 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def header(environment: dict[str, Any]) -> tuple[str, ...]:
     """Column headings of `rows`."""
-    return HEADER if environment.get("scored", True) else (HEADER[0], AGREES, *HEADER[2:])
+    heading = HEADER if environment.get("scored", True) else (HEADER[0], AGREES, *HEADER[2:])
+    return (*heading, *SAMPLED) if environment.get("sampling") and environment.get("repeats", 1) > 1 else heading
 
 
 def terminal_tables(results: dict[str, Any], width: int) -> list[Table]:

@@ -20,6 +20,7 @@ from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import GREEDY, Sampling
 from parse_infer.tracking import RunOptions
 
 if TYPE_CHECKING:
@@ -52,9 +53,14 @@ def bench(
     repeats: Annotated[
         int,
         typer.Option(
-            min=1, help="Runs per problem and mode; tables use the median time. With --clients: runs of all modes."
+            min=1,
+            help="Runs per problem and mode; tables use the median time, and with --temperature all runs. With "
+            "--clients: runs of all modes.",
         ),
     ] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="Of all modes; drafts for a judge are greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With --temperature, see generate.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="With --temperature, see generate.")] = 0,
     clients: Annotated[
         str | None,
         typer.Option(metavar="A,B,…", help="With --backend vllm: numbers of concurrent clients; default: 1,4,16,32."),
@@ -101,6 +107,7 @@ def bench(
     Examples:
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
+      parse-infer bench --temperature 0.7 --repeats 4 --modes target,target+draft,parse --out runs/sampled
       parse-infer bench --adapter runs/logprob/adapter --risk 0.05 --modes target,target+draft,parse --out runs/promise
       parse-infer bench --modes target,target+lookup,parse,parse+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
@@ -108,12 +115,16 @@ def bench(
     """
     if report_to not in tracking.TRACKERS:
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
-    settings = models.with_promise(settings.override(threshold=models.threshold), risk)
+    sampling = Sampling(temperature, top_p, top_k)
+    asked = settings.override(threshold=models.threshold, resume_sampling=sampling)
+    settings = models.with_promise(asked, risk).override(resume_sampling=GREEDY)
     loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
     names = None if modes is None else tuple(name.strip() for name in modes.split(","))
     pair = tuple(str(model) for model in (models.target, models.draft) if model)
     tracked = RunOptions(Path(out), "bench", "bench", pair, project) if report_to == "wandb" else None
     if models.served:
+        if not sampling.greedy:
+            raise ParseError(f"--temperature is {temperature}, but a benchmark of servers is greedy: omit it")
         if thresholds is not None or zero_shot_threshold is not None or sweep_limit != 100:
             raise ParseError("--thresholds, --sweep-limit and --zero-shot-threshold are for --backend local")
         problems = take_problems(loaded_task, split, seed, limit)
@@ -141,6 +152,7 @@ def bench(
     benchmark = BenchSettings(
         modes=names or DEFAULT_MODES,
         generation=settings,
+        sampling=sampling,
         zero_shot_threshold=zero_shot_threshold,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,

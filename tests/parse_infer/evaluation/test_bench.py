@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from parse_infer.judge.registry import find_rule
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.draft_model import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.text.cuts import CutPolicy
@@ -603,6 +604,55 @@ def test_speedup_is_the_ratio_of_rates_and_time_speedup_that_of_times():
 def test_the_median_of_repeats_counts():
     records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
     assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5
+
+
+def test_all_samples_of_a_sampled_benchmark_count():
+    """Problem by problem, as intervals resample problems; a text that comes twice is counted once as distinct."""
+    right = {"target": {"a": (1, 0), "b": (0, 0)}, "parse": {"a": (1, 1), "b": (1, 0)}}
+    records = [
+        record(
+            p,
+            mode,
+            2.0 if mode == "target" else 1.0,
+            10,
+            bool(x),
+            repeat=i,
+            **more,
+            text=f"{p}{i * (mode == 'target')}",
+        )
+        for mode, problems in right.items()
+        for more in [{"draft_tokens": 10, "accepted_tokens": 5} if mode == "parse" else {}]
+        for p, each in problems.items()
+        for i, x in enumerate(each)
+    ]
+    environment = {"sampling": {"temperature": 0.7}, "repeats": 2, "modes": ["target", "parse"]}
+    modes = summarise(records, ["a", "b"], environment)["modes"]
+    target, parse = modes["target"], modes["parse"]
+    assert (target["n"], target["accuracy"], parse["accuracy"], parse["accuracy_diff"]) == (2, 0.25, 0.75, 0.5)
+    assert (target["pass_at_k"], parse["pass_at_k"]) == (0.5, 1.0)
+    assert (target["distinct"], parse["distinct"]) == (1.0, 0.5)
+    assert parse["accuracy_diff_ci"] == (0.5, 0.5), "each problem gains half, so none differs from the mean"
+    assert parse["speedup"] == parse["time_speedup"] == 2
+
+
+@pytest.mark.slow
+def test_a_sampled_benchmark_samples_in_every_mode(engine, tmp_path: Path):
+    names = ("target", "draft", "target+draft", "assisted", "transformers", "parse", "parse:whole")
+    settings = BenchSettings(names, GenerationSettings(BUDGET), Sampling(1.0, top_k=50), thresholds=(), repeats=3)
+    results = run_bench(engine, PROBLEMS[:2], lambda problem, text: len(text) % 2 == 0, tmp_path, settings)
+    rows = [json.loads(line) for line in (tmp_path / "records.jsonl").open()]
+    for name in names:
+        figures = results["modes"][name]
+        assert figures["n"] == 2 and figures["distinct"] > 1 / 3, f"{name} writes the same text again and again"
+    again = run_bench(engine, PROBLEMS[:2], lambda problem, text: len(text) % 2 == 0, tmp_path / "b", settings)
+    other = [json.loads(line) for line in (tmp_path / "b" / "records.jsonl").open()]
+    timed_free = ("target", "draft", "transformers")
+    texts = [[r["text"] for r in each if r["mode"] in timed_free] for each in (rows, other)]
+    assert texts[0] == texts[1] and again["environment"]["sampling"] == {**asdict(settings.sampling)}
+    with pytest.raises(ValueError, match="holds a benchmark with sampling"):
+        run_bench(engine, PROBLEMS[:2], lambda p, text: True, tmp_path, replace(settings, sampling=Sampling(0.5)))
+    with pytest.raises(ValueError, match="a benchmark seeds each answer itself"):
+        replace(settings, sampling=Sampling(1.0, seed=1))
 
 
 def test_a_damaged_record_is_named_with_its_line(tmp_path: Path):
