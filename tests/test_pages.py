@@ -221,5 +221,7 @@ def test_the_risks_of_examples_can_be_shown() -> None:
         (path, float(risk)) for path in sources for risk in re.findall(r"(?:--risk |risk=)(0\.\d+)", path.read_text())
     ]
     assert len(examples) > 5
-    hopeless = {str(path): risk for path, risk in examples if p_value([1.0] * 3 + [0.0] * (n - 3), risk) > level}
+    hopeless = {
+        str(path): risk for path, risk in examples if p_value([1.0] * 3 + [0.0] * (n - 3), risk, level) > level
+    }
     assert not hopeless, hopeless

@@ -82,7 +82,7 @@ def calibrate(
     Examples:
       parse-infer calibrate --limit 500
       parse-infer calibrate --adapter runs/judge/adapter --risk 0.05 --limit 1000
-      parse-infer calibrate --temperature 0.7 --top-p 0.8 --top-k 20 --loss accuracy --risk 0.02,0.05
+      parse-infer calibrate --temperature 0.7 --top-p 0.8 --top-k 20 --loss accuracy --risk 0.05
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """
