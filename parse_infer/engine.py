@@ -57,7 +57,7 @@ class ParseEngine:
         calibration: operating points for each `risk`; None takes the backend's calibration.
 
     Attributes:
-        adaptive: default for requests that leave `GenerationSettings.adaptive` at None.
+        adaptive, strict_tokens: defaults for requests that leave these `GenerationSettings` at None.
         pair_wrapper: wraps the `ModelPair` of every request, to memoise it for a replay.
         running: number of requests in flight.
     """
@@ -71,7 +71,7 @@ class ParseEngine:
         self.threshold = check_threshold(chosen)
         self._accepts_nothing = threshold is None and self.threshold > 1
         self.calibration = calibration if calibration is not None else backend.calibration
-        self.adaptive = backend.adaptive
+        self.adaptive, self.strict_tokens = backend.adaptive, backend.strict_tokens
         self.controller = Controller()
         self.pair_wrapper: PairWrapper | None = None
         self.running = 0
@@ -445,6 +445,11 @@ class ParseEngine:
             raise SettingsError(
                 "risk and draft_text were both given: a calibration covers only the draft model's drafts"
             )
+        if settings.strict_answer and self.target.thinking_marks is None:
+            raise SettingsError(
+                f"strict_answer is for models that think, but {self.target.name!r} has no marks around its thinking: "
+                "omit strict_answer, or name them with thinking_marks"
+            )
         self.backend.check(settings, self.calibration)
         if settings.risk is not None:
             self.check_calibration()
@@ -454,6 +459,10 @@ class ParseEngine:
                 settings = self.backend.lossless(settings)
             if settings.threshold is None:
                 settings = settings.override(threshold=self.threshold)
+        if settings.strict_tokens is None:
+            judged = settings.mode == "validity" and settings.threshold is not None and settings.threshold <= 1
+            fixed = has_draft_text or settings.risk is not None or self.pair_wrapper is not None
+            settings = settings.override(strict_tokens=self.strict_tokens if judged and not fixed else 0)
         return Request(prompt, self.target, settings, settings.resume_sampling)
 
     async def _answer(

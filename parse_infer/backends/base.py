@@ -35,7 +35,7 @@ class Backend(Protocol[Source]):
         train_problems: hashes of the training prompts of judge and models; empty if unknown.
         deterministic: greedy output is the same for every way to compute it (float32 in this process).
         parallel: maximum number of concurrent answers.
-        adaptive: default for `GenerationSettings.adaptive`.
+        adaptive, strict_tokens: defaults for these `GenerationSettings`.
         falls_back: if the drafts or the judge fail, the target answers alone (`Generation.fallback`). False, for
             measurements: the request fails.
         tokens_after_draft: tokens that a judge needs in the target's window after a draft.
@@ -45,6 +45,7 @@ class Backend(Protocol[Source]):
     calibration: Calibration | None
     parallel: int
     adaptive: bool
+    strict_tokens: int
     falls_back: bool
 
     @property

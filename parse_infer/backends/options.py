@@ -25,3 +25,6 @@ class BackendOptions:
     """File written by `parse-infer calibrate`; None reads the file in the adapter's folder, if any."""
     template_options: Mapping[str, Any] | None = None
     """Options of the chat templates, such as {"enable_thinking": False}."""
+    thinking_marks: str | None = None
+    """The tokens around the target's thinking, separated by a space. None: "<think> </think>", if the target has these
+    tokens. "none": the target does not think."""

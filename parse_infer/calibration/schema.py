@@ -196,7 +196,7 @@ def resolve_risk(
         raise CalibrationError(
             f"risk is {risk}, but the calibration covers greedy drafts only: omit draft_temperature"
         )
-    for given in ("ignore_eos", "min_tokens", "strict_tokens"):
+    for given in ("ignore_eos", "min_tokens", "strict_tokens", "strict_answer"):
         if getattr(settings, given):
             raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
     if template_option is not None:

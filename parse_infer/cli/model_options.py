@@ -121,6 +121,14 @@ class ModelOptions:
             metavar="KEY=VALUE", help="Chat template variable, for example enable_thinking=false; repeatable."
         ),
     ] = None
+    thinking_marks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'START END'|none",
+            help="Tokens around the target's thinking; none: it does not think. Default: '<think> </think>', if the "
+            "target has these tokens.",
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code in a model's repository.")
     ] = False
@@ -172,6 +180,7 @@ class ModelOptions:
         options: dict[str, Any] = {
             "judge": self.judge,
             "template_options": read_pairs(self.template_option, "--template-option"),
+            "thinking_marks": self.thinking_marks,
         }
         if served:
             options |= self._server_options() | {"target_options": target_options, "expected": expected}

@@ -74,16 +74,31 @@ PairWrapper = Callable[[ModelPair[Any], Request], ModelPair[Any]]
 """Wraps a request's `ModelPair`, to memoise it."""
 
 
+async def speculate_in_phases(pairs: Sequence[ModelPair[V]], request: Request) -> AsyncGenerator[Event, None]:
+    """Yield all events of an answer except `Done`, by the pair of each phase (`Plan.phases`)."""
+    for pair in pairs:
+        async with aclosing(speculate(pair, request)) as events:
+            async for event in events:
+                yield event
+        if request.answer.is_finished:
+            return
+
+
 async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Event, None]:
-    """Yield all events of an answer except `Done`."""
+    """Yield the events of an answer, or of its thinking if another plan follows."""
     settings, answer, plan = request.settings, request.answer, pair.plan
-    for round in itertools.count(1):
-        strict = len(answer.ids) < settings.strict_tokens  # nothing is drafted yet
+    thinking = None if plan.answer is None else request.thinking
+    if thinking is not None and thinking.ended(answer.ids):
+        return
+    for round in itertools.count(request.stats.rounds + 1):
+        strict = len(answer.ids) < (settings.strict_tokens or 0)  # nothing is drafted yet
 
         # propose: the draft model drafts the rest of the answer
         with request.timed("draft_s"):
             proposed = () if strict else await pair.propose(round)
             draft = answer.truncate(proposed, pair.max_draft_tokens())
+            if thinking is not None:
+                draft = draft[: thinking.tokens_of(draft, answer.ids)]
         yield Drafted(round, "".join(answer.preview(draft, [len(draft)])), len(draft))
 
         # verify: the target reads the draft once; the judge scores each prefix
@@ -116,6 +131,8 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
 
         # resume: the target continues after the accepted tokens
         pair.commit(draft, verdict, cut + tail)
+        if thinking is not None and thinking.ended(answer.ids):
+            return
         written: list[int] = []
         if not strict and pair.draft_continues(draft, cut + tail, written):
             continue
@@ -123,10 +140,10 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
             async for token in tokens:
                 written.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)
-                if answer.is_finished:
+                if answer.is_finished or (thinking is not None and thinking.ended(answer.ids)):
                     return
                 # Another tokenizer cannot continue inside a character.
-                if not answer.complete or len(answer.ids) < settings.strict_tokens:
+                if not answer.complete or len(answer.ids) < (settings.strict_tokens or 0):
                     continue
                 if strict or pair.draft_continues(draft, cut + tail, written):
                     break

@@ -51,6 +51,7 @@ class Plan:
         streamed: the caller reads the text while it is written.
         replayed: a calibration reuses parts of this answer under other settings.
         falls_back: if drafts or judge fail, the target writes the rest. False: the error is raised.
+        answer: the plan after the target's thinking, if that is another one.
     """
 
     threshold: float
@@ -65,6 +66,7 @@ class Plan:
     streamed: bool
     replayed: bool
     falls_back: bool
+    answer: Plan | None = None
 
     @classmethod
     def of(
@@ -112,6 +114,11 @@ class Plan:
             replayed=replayed,
             falls_back=falls_back and not replayed,
         )
+
+    @property
+    def phases(self) -> list[Plan]:
+        """The plans of an answer, one after the other."""
+        return [self] if self.answer is None else [self, self.answer]
 
     @property
     def continues(self) -> bool:

@@ -21,6 +21,7 @@ class Request:
 
     Attributes:
         carried: the judge's state after the last accepted draft token, for answers that come in blocks.
+        thinking: with `strict_answer`: where the thinking ends.
 
     Args:
         prompt: as the caller gave it.
@@ -54,6 +55,7 @@ class Request:
         )
         self.stats = Statistics()
         self.timings = Timings()
+        self.thinking = writer.thinking(prompt, self.prompt_ids) if settings.strict_answer else None
         self.fallback: Fallback | None = None
         self.lossless = False
         self.carried = Carried()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from parse_infer.request.events import Accepted, Done, Drafted, Event, Resumed, Verified
 from parse_infer.request.output import Fallback, Generation, Source, Span
+from parse_infer.serve.reasoning import ReasoningSplitter, begun_length
 from parse_infer.serve.runner import Job, Moment
 
 
@@ -80,11 +81,7 @@ class StopStrings:
     def add(self, text: str) -> str:
         """Add text; return the text that cannot be part of a stop string."""
         text = self._held + text
-        begun = 0  # length of the longest suffix of the text that begins a stop string
-        for string in self._strings:
-            sizes = range(min(len(string), len(text)), begun, -1)
-            begun = next((size for size in sizes if text.endswith(string[:size])), begun)
-        return self._release(text, begun)
+        return self._release(text, begun_length(text, self._strings))
 
     def finish(self, stopped: bool) -> str:
         """Release the rest, without the stop string at its end if a stop string ended the answer (`stopped`)."""
@@ -111,7 +108,7 @@ class ChoiceState:
         self.tokens_so_far = 0
         self.unpromised: str | None = None
         self.asked_at = self.started_at = asked_at
-        self._text = StopStrings(job.settings.stop)
+        self._text, self.splitter = StopStrings(job.settings.stop), ReasoningSplitter(job.thinking)
 
     @property
     def text(self) -> str:

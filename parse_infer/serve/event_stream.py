@@ -17,7 +17,7 @@ from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.runner import InvalidRequest, Job, Runner, TokenPrompt
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.text.prompts import Prompt
+from parse_infer.text.prompts import Chat, Prompt
 
 log = logging.getLogger("parse_infer.serve")
 
@@ -49,9 +49,10 @@ class RequestedAnswers:
             except InvalidRequest as error:
                 code = "context_length_exceeded" if "window" in str(error) else "invalid_value"
                 raise ApiError(400, str(error), code) from error
+            thinking = await runner.thinking(rendered, ids) if isinstance(prompt, Chat) else None
             tokens = len(ids)
             jobs += [
-                (Job(rendered, settings, self.draft_text, self.alone, self.streamed), tokens)
+                (Job(rendered, settings, self.draft_text, self.alone, self.streamed, thinking=thinking), tokens)
                 for settings in self.settings
             ]
         return jobs

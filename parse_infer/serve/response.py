@@ -67,7 +67,13 @@ class Shape(Protocol):
         """First entry of a choice in a stream, if the API has one."""
         ...
 
-    def piece(self, index: int, text: str) -> dict[str, Any]: ...
+    def piece(self, choice: ChoiceState, text: str, last: bool) -> dict[str, Any]:
+        """The entry of a choice's new text; `last`: it ends the answer."""
+        ...
+
+    def is_empty(self, piece: Mapping[str, Any]) -> bool:
+        """Whether a piece tells the client nothing."""
+        ...
 
     def closing(self, choice: ChoiceState) -> dict[str, Any]: ...
 
@@ -135,8 +141,8 @@ class AnswerWriter:
             if opening is not None:
                 yield self._chunk([opening], choice, opens=True)
         details = event_body(event) if self._include_events else None
-        if text or details is not None:
-            piece = self._shape.piece(choice.index, text)
+        piece = self._shape.piece(choice, text, isinstance(event, Done))
+        if details is not None or not self._shape.is_empty(piece):
             yield self._chunk([piece if details is None else {**piece, "parse": details}], choice)
         if isinstance(event, Done):
             closing = self._shape.closing(choice)

@@ -17,6 +17,7 @@ from parse_infer.serve.tokenizer_thread import TokenizerThread
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.chat_template import reads_option
 from parse_infer.text.prompts import Chat, Prompt, RenderedPrompt, Verbatim
+from parse_infer.text.thinking import Thinking
 from parse_infer.text.tokenizer_spec import TokenizerSpec, reads_alike
 
 Result = TypeVar("Result")
@@ -38,6 +39,7 @@ class Job:
         alone: the target answers without a draft.
         streamed: the client streams; else all events may come at the end.
         audit: not a client's: `Runner.running` leaves it out.
+        thinking: where the target thinks, in an answer to a chat; None: it does not.
     """
 
     prompt: Prompt
@@ -46,6 +48,7 @@ class Job:
     alone: bool = False
     streamed: bool = True
     audit: bool = False
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Runner(ABC):
         parallel: number of concurrent answers.
         threshold: default threshold.
         calibration: source of the settings for a `risk`.
+        thinks: the target thinks before it answers.
         relays: the target has a server, which answers requests that a draft cannot speed up.
     """
 
@@ -90,6 +94,7 @@ class Runner(ABC):
         self.window = target.window
         self.template_options = target.template_options
         self.default_sampling = target.default_sampling
+        self.thinks = target.thinking_marks is not None
         self._target = target
         self._draft = draft
         self._shares_tokens = draft is not None and same_tokenizer(draft.tokenizer, target.tokenizer)
@@ -151,6 +156,10 @@ class Runner(ABC):
         size = size_of(prompt)
         self.check_length("prompt", size, "tokens" if isinstance(prompt, TokenPrompt) else "characters")
         return await self._call(lambda thread: self._rendered(thread, prompt, drafted), size)
+
+    async def thinking(self, prompt: RenderedPrompt, ids: Sequence[int]) -> Thinking | None:
+        """The thinking of the answer to a rendered prompt; None if the target does not think."""
+        return await self.ask(lambda own: own.thinking(prompt, ids), 1) if self.thinks else None
 
     def check_length(self, name: str, size: int, unit: str = "characters") -> None:
         """Raise InvalidRequest for a text that cannot fit the context window, before the work of tokenizing it."""

@@ -69,10 +69,20 @@ class GenerationSettings:
     segment. If a draft server returns no log-probabilities, "auto" drafts the rest of the answer; else see
     `parse_infer.decoding.block_length`. A given draft text is always read whole. None means "whole", the published
     method (PARSE, arXiv 2605.04263)."""
-    strict_tokens: int = setting(
-        0, "The target writes this many tokens of the answer itself, before the first draft.", ge=0
+    strict_tokens: int | None = setting(
+        None,
+        "The target writes this many tokens of the answer itself, before the first draft; default: 2 over servers, 0 "
+        "for local models.",
+        ge=0,
     )
-    """The model that writes the first tokens determines whether a request is refused (SecureSD, arXiv 2610.08678)."""
+    """The model that writes the first tokens determines whether a request is refused (SecureSD, arXiv 2610.08678).
+    The default is 0 where no judge decides, with a `risk` and with a given draft."""
+    strict_answer: bool = setting(
+        False,
+        "For models that think first: a judge decides about the thinking only; of the answer after it, draft tokens "
+        "are kept only if they equal the target's greedy choice.",
+    )
+    """The policy of TensorRT-LLM's relaxed acceptance. With sampling the target writes the answer itself."""
     draft_sampling: Sampling = setting(Sampling(), "Sampling of the draft model.")
     resume_sampling: Sampling = setting(Sampling(), "Sampling of the target.")
     stop: tuple[str, ...] = setting((), "Stop strings: the answer ends after the first one and includes it.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from parse_infer.text.prompts import (
     render_prompt,
     special_prefix,
 )
+from parse_infer.text.thinking import Thinking, ThinkingMarks, find_marks, thinking_of
 
 
 class TokenizerSpec(ABC):
@@ -68,6 +69,17 @@ class TokenizerSpec(ABC):
         tokenizer's end token."""
         candidates = [*end_of_turn(self.tokenizer, self.template_options), self.tokenizer.eos_token_id]
         return next((token for token in candidates if token in self.eos_ids), min(self.eos_ids, default=None))
+
+    @cached_property
+    def thinking_marks(self) -> ThinkingMarks | None:
+        """The marks around this model's thinking, None for a model that does not think."""
+        return find_marks(self.tokenizer)
+
+    def thinking(self, prompt: Prompt, prompt_ids: Sequence[int]) -> Thinking | None:
+        """The thinking of the answer to a rendered prompt, None for a model that does not think."""
+        if self.thinking_marks is None:
+            return None
+        return thinking_of(self.tokenizer, self.thinking_marks, prompt, prompt_ids)
 
     def render(self, prompt: Prompt) -> list[int]:
         """Render the prompt to token ids with this model's chat template.

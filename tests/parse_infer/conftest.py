@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from parse_infer.engine import ParseEngine
-from tests.parse_infer.language_models import language_model, printable, resembling, short_question, word_tokenizer
+from tests.parse_infer.language_models import (
+    cycling,
+    language_model,
+    printable,
+    resembling,
+    short_question,
+    thinking_tokenizer,
+    word_tokenizer,
+)
 
 
 @pytest.fixture
@@ -23,6 +31,22 @@ def make_engine(make_model, tokenizer) -> Callable[..., ParseEngine]:
             language_model(draft, tokenizer, "draft"),
         )
         return ParseEngine.from_models(target_model, draft_model, short_question(model, tokenizer), **options)
+
+    return make
+
+
+@pytest.fixture
+def make_thinking_engine(make_model, tokenizer, random_adapter) -> Callable[..., ParseEngine]:
+    """`make_thinking_engine(target, draft)`: models that answer "?" with these texts again and again, and a judge of
+    tokens. `opened`: see `thinking_tokenizer`."""
+
+    def make(target: str, draft: str, opened: bool = True) -> ParseEngine:
+        own = thinking_tokenizer(tokenizer, opened)
+        pair = [
+            language_model(cycling(make_model("llama", vocab_size=264), own, text, "?"), own, name)
+            for name, text in (("target", target), ("draft", draft))
+        ]
+        return ParseEngine.from_models(*pair, random_adapter(pair[0].model))
 
     return make
 

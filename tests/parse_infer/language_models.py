@@ -73,6 +73,22 @@ def cycling(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: st
     return model
 
 
+def thinking_tokenizer(base: PreTrainedTokenizerFast, opened: bool = True) -> PreTrainedTokenizerFast:
+    """`base` with the tokens <think> and </think>. Its chat template opens the thinking, unless the model does."""
+    core = Tokenizer.from_str(base.backend_tokenizer.to_str())
+    core.add_tokens(["<think>", "</think>"])
+    template = base.chat_template.replace("'<|assistant|>' }}{% endif %}", "'<|assistant|><think>' }}{% endif %}")
+    assert template != base.chat_template
+    template = (
+        "{% if closed %}"
+        + template.replace("<think>", "<think></think>")
+        + "{% else %}"
+        + (template if opened else base.chat_template)
+        + "{% endif %}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=base.eos_token, chat_template=template)
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer unlike that of conftest: 300 tokens with merges, other specials, another chat template."""
     core = Tokenizer(models.BPE())

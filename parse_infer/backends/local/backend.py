@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from parse_infer.backends.local.pair import LocalModelPair
 from parse_infer.backends.local.written import written
 from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
-from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate
+from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate_in_phases
 from parse_infer.decoding.plan import Judging, Plan
 from parse_infer.drafters.model_drafter import ModelDrafter
 from parse_infer.drafters.source import DraftSource
@@ -56,6 +57,7 @@ class LocalBackend:
 
     parallel = 1
     adaptive = False
+    strict_tokens = 0
     falls_back = True
 
     def __init__(
@@ -142,27 +144,30 @@ class LocalBackend:
     def plan(self, request: Request, source: DraftSource, *, streamed: bool, replayed: bool) -> Plan:
         # If the draft model proposes the target's tokens, a draft above a threshold of 1 brings nothing more.
         proposes = source is self.drafter and isinstance(self.target_drafter, DraftModelProposer)
-        return Plan.of(
-            request.settings,
-            replace(source.kind, lossless=not proposes),
+        planned = partial(
+            Plan.of,
+            source=replace(source.kind, lossless=not proposes),
             judging=self._judging,
             pauses=True,
             streamed=streamed,
             replayed=replayed,
         )
+        plan, settings = planned(request.settings), request.settings
+        return replace(plan, answer=planned(self.lossless(settings))) if settings.strict_answer else plan
 
     async def with_draft(
         self, request: Request, plan: Plan, source: DraftSource, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
         source.reset(request.prompt, request.settings.draft_sampling, request.settings.stop)
-        length = self.block_lengths[plan.measured_as]
-        pair: ModelPair[Any] = LocalModelPair(
-            request, plan, source, self.target, self.verifier, self.target_drafter, length
-        )
-        events = speculate(pair if wrap is None else wrap(pair, request), request)
-        async with aclosing(self._accounted(request, events, source)) as accounted:
+        pairs = [self._pair(request, phase, source, wrap) for phase in plan.phases]
+        async with aclosing(self._accounted(request, speculate_in_phases(pairs, request), source)) as accounted:
             async for event in accounted:
                 yield event
+
+    def _pair(self, request: Request, plan: Plan, source: DraftSource, wrap: PairWrapper | None) -> ModelPair[Any]:
+        length, proposer = self.block_lengths[plan.measured_as], self.target_drafter
+        pair = LocalModelPair(request, plan, source, self.target, self.verifier, proposer, length)
+        return pair if wrap is None else wrap(pair, request)
 
     def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         drafter = self.target_drafter if speculate else None

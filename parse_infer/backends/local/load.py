@@ -20,6 +20,7 @@ from parse_infer.models.token_map import token_map
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
+from parse_infer.text.thinking import find_marks
 
 
 def load_backend(
@@ -51,6 +52,8 @@ def load_backend(
     if chosen.target_drafter not in (None, AUTO):
         check_token_drafter("target_drafter", chosen.target_drafter, has_draft=draft is not None)
     loaded, draft_model = _load_models(target, draft, chosen)
+    if chosen.thinking_marks is not None:
+        loaded.thinking_marks = find_marks(loaded.tokenizer, chosen.thinking_marks)
     judge: Judge | None = None
     if adapter is not None:
         trained = ValidityAdapter.from_pretrained(adapter, loaded.model)

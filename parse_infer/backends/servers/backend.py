@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_tex
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
-from parse_infer.decoding.loop import PairWrapper, speculate
+from parse_infer.decoding.loop import PairWrapper, speculate_in_phases
 from parse_infer.decoding.plan import Judging, Plan
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
 from parse_infer.drafters.model_drafter import share_tokens
@@ -60,6 +61,7 @@ class ServerBackend:
     """
 
     adaptive = True
+    strict_tokens = 2
     deterministic = False  # rounding depends on the server's batch
 
     def __init__(self, parts: Parts, parallel: int = PARALLEL) -> None:
@@ -174,14 +176,16 @@ class ServerBackend:
 
     def plan(self, request: Request, source: Drafts, *, streamed: bool, replayed: bool) -> Plan:
         judging: Judging | None = None if self.judge is None else "cut" if self._target.reads is None else "token"
-        return Plan.of(
-            request.settings,
-            source_kind(source),
+        planned = partial(
+            Plan.of,
+            source=source_kind(source),
             judging=judging,
             streamed=streamed,
             replayed=replayed,
             falls_back=self.falls_back,
         )
+        plan, settings = planned(request.settings), request.settings
+        return replace(plan, answer=planned(self.lossless(settings))) if settings.strict_answer else plan
 
     async def with_draft(
         self, request: Request, plan: Plan, source: Drafts, wrap: PairWrapper | None
@@ -193,15 +197,19 @@ class ServerBackend:
             if isinstance(source, tuple)
             else nullcontext() as draft_at,
         ):
-            length = self._lengths[plan.measured_as]
-            pair = ServerModelPair(self._target, source, request, plan, at, draft_at, length)
+            pairs = [
+                ServerModelPair(self._target, source, request, each, at, draft_at, self._lengths[each.measured_as])
+                for each in plan.phases
+            ]
             try:
-                events = speculate(pair if wrap is None else wrap(pair, request), request)
+                wrapped = pairs if wrap is None else [wrap(pair, request) for pair in pairs]
+                events = speculate_in_phases(wrapped, request)
                 async with aclosing(events):
                     async for event in events:
                         yield event
             finally:
-                await pair.close()
+                for pair in pairs:
+                    await pair.close()
 
     async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
         with self._target.servers.acquire(conversation=Conversation.of(request.prompt)) as at:

@@ -42,6 +42,7 @@ from parse_infer.models.loading import (
 from parse_infer.models.names import resolve
 from parse_infer.models.train_problems import train_problems_of
 from parse_infer.text.cuts import CutPolicy
+from parse_infer.text.thinking import find_marks
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 _SMALL = 32 * 2**20  # bytes of weights; reading more per token costs more than a server's overhead
@@ -89,6 +90,8 @@ def find_parts(
         options.target_urls,
     )
     language = load_served_model(target, template_options=options.template_options)
+    if options.thinking_marks is not None:
+        language.thinking_marks = find_marks(language.tokenizer, options.thinking_marks)
     rule = find_rule(options.judge, adapter)
     files = None if adapter is None else read_adapter(resolve(adapter))
     judge: LogprobReads | ZeroShotRequests | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -102,8 +103,8 @@ class ServerModelPair:
         self._length = length if plan.ends_early else None
         self._draft: _Timed | None = None  # the last draft
         self._choice: int | None = None  # the target's own token after the accepted ones, if a read has shown it
-        # The target's stream ends early where drafts go on, and before the first draft.
-        self._streamed = plan.streamed or plan.replayed or plan.continues or request.settings.strict_tokens > 0
+        # The target's stream ends early where drafts go on, and after the thinking.
+        self._streamed = plan.streamed or plan.replayed or plan.continues or plan.answer is not None
         self._at, self._draft_at = at, draft_at
         self._prefill: asyncio.Task[None] | None = None
 
@@ -189,10 +190,15 @@ class ServerModelPair:
     async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         if self._choice is not None:
             yield self._choice
-        async with aclosing(self._target.written(self._request, self._at, self._streamed)) as tokens:
-            async for token in tokens:
-                self._request.count_forwards(target=1)
-                yield token
+        request, requests = self._request, [(self._streamed, sys.maxsize)]
+        strict = (request.settings.strict_tokens or 0) - len(request.answer.ids)
+        if strict > 0:  # they have a short request of their own, which no draft cancels
+            requests.insert(0, (False, strict))
+        for streamed, limit in requests:
+            async with aclosing(self._target.written(request, self._at, streamed, limit)) as tokens:
+                async for token in tokens:
+                    request.count_forwards(target=1)
+                    yield token
 
     def draft_continues(self, draft: Sequence[int], kept: int, written: Sequence[int]) -> bool:
         if not self.plan.continues or not (draft or self.drafted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
@@ -148,30 +149,36 @@ class Target:
         self.reads.check(known, dialect, server.url)
         server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
 
-    async def written(self, request: Request, lease: Lease | None, streamed: bool) -> AsyncGenerator[int, None]:
+    async def written(
+        self, request: Request, lease: Lease | None, streamed: bool, limit: int = sys.maxsize
+    ) -> AsyncGenerator[int, None]:
         """Yield the target's tokens after the answer so far, until the caller stops.
 
         Args:
             streamed: stream the tokens; else they come all at once, which costs less.
+            limit: largest number of tokens.
 
         Raises Failing if a server ends an unfinished answer without a token.
         """
-        while request.answer.remaining_tokens > 0:
+        most = len(request.answer.ids) + min(limit, request.answer.remaining_tokens)
+        while len(request.answer.ids) < most:
             before = len(request.answer.ids)
-            async with aclosing(self._written_once(request, lease, streamed)) as tokens:
+            async with aclosing(self._written_once(request, lease, streamed, most - before)) as tokens:
                 async for token in tokens:
                     yield token
             # A server may have its own limit, such as max_new_tokens in the model's generation_config.json.
             if len(request.answer.ids) == before:
                 raise Failing("a target server has ended an answer without a token")
 
-    async def _written_once(self, request: Request, lease: Lease | None, streamed: bool) -> AsyncGenerator[int, None]:
+    async def _written_once(
+        self, request: Request, lease: Lease | None, streamed: bool, limit: int
+    ) -> AsyncGenerator[int, None]:
         # Random numbers of each place, so that an answer does not depend on where its blocks end.
         settings = server_settings(request.sampling, request.answer.end_ids, "target", len(request.answer.ids))
-        settings |= end_settings(request)
+        settings |= end_settings(request, limit)
         if not streamed:
             settings |= stop_settings(request.settings.stop)
-        written = self.servers.written(request.context, request.answer.remaining_tokens, settings, lease, streamed)
+        written = self.servers.written(request.context, limit, settings, lease, streamed)
         async with aclosing(written) as pieces:
             while True:
                 with request.timed("resume_s"):
@@ -187,10 +194,14 @@ def stop_settings(stop: Sequence[str]) -> dict[str, Any]:
     return {"stop": list(stop), "include_stop_str_in_output": True} if stop else {}
 
 
-def end_settings(request: Request) -> dict[str, Any]:
-    """End-token fields of a request, with vLLM's names and meaning; the server counts from its first new token."""
+def end_settings(request: Request, limit: int) -> dict[str, Any]:
+    """End-token fields of a request for up to `limit` tokens, with vLLM's names and meaning.
+
+    The server counts from its first new token.
+    """
     settings: dict[str, Any] = {"ignore_eos": True} if request.settings.ignore_eos else {}
-    return settings | ({"min_tokens": request.answer.required} if request.answer.required else {})
+    required = min(request.answer.required, limit)
+    return settings | ({"min_tokens": required} if required else {})
 
 
 def server_settings(sampling: Sampling, end_ids: Collection[int], *purpose: object) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -145,8 +145,19 @@ class ChatBody(AnswerBody):
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """None: the answer ended while the model was thinking."""
     refusal: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The older name, for clients of SGLang, DeepSeek's API and earlier versions of vLLM."""
+
+    @classmethod
+    def of(cls, choice: ChoiceState) -> Reply:
+        split = choice.splitter.add(choice.text, last=True)
+        thought = split.reasoning or None
+        content = None if thought and not split.content else split.content
+        return cls(content=content, reasoning=thought, reasoning_content=thought)
 
 
 class ChatChoice(BaseModel):
@@ -179,8 +190,14 @@ class ChatShape:
     def opening(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text} if text else {}, "finish_reason": None}
+    def piece(self, choice: ChoiceState, text: str, last: bool) -> dict[str, Any]:
+        new = choice.splitter.add(text, last)
+        delta = {"reasoning": new.reasoning, "reasoning_content": new.reasoning} if new.reasoning else {}
+        delta |= {"content": new.content} if new.content else {}
+        return {"index": choice.index, "delta": delta, "finish_reason": None}
+
+    def is_empty(self, piece: Mapping[str, Any]) -> bool:
+        return not piece["delta"]
 
     def closing(self, choice: ChoiceState) -> dict[str, Any]:
         return {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason}
@@ -189,7 +206,7 @@ class ChatShape:
         written = [
             ChatChoice(
                 index=choice.index,
-                message=Reply(content=choice.text),
+                message=Reply.of(choice),
                 finish_reason=choice.finish_reason,
                 parse=choice.statistics(),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -96,8 +96,11 @@ class CompletionShape:
     def opening(self, index: int) -> None:
         return None
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    def piece(self, choice: ChoiceState, text: str, last: bool) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def is_empty(self, piece: Mapping[str, Any]) -> bool:
+        return not piece["text"]
 
     def closing(self, choice: ChoiceState) -> dict[str, Any]:
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}

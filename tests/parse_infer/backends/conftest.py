@@ -22,8 +22,10 @@ from parse_infer.backends.servers.parts import Parts
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.engine import ParseEngine
+from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
+from parse_infer.models.loading import LanguageModel
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
@@ -39,6 +41,15 @@ def first(servers: Sequence[Replica]) -> Replica:
 Connect = Callable[..., tuple[ParseEngine, list[FakeServer], FakeServer]]
 
 
+def add_reference(judge: ValidityAdapter, target: LanguageModel) -> None:
+    """Add the log-probabilities by which a handshake recognises the target."""
+    known = target.render("How many?")
+    with torch.inference_mode():
+        scores = target.model(torch.tensor([known])).logits[0].log_softmax(-1)
+    own = [scores[i, token].item() for i, token in enumerate(known[1:])]
+    judge.config.logprobs["reference"] = {"ids": known, "logprobs": own}
+
+
 @pytest.fixture
 def make_engine(make_engine, random_adapter) -> Callable[..., ParseEngine]:
     """Engines whose judge reads log-probabilities; half of the thresholds accept something other than the target."""
@@ -46,11 +57,7 @@ def make_engine(make_engine, random_adapter) -> Callable[..., ParseEngine]:
     def make(noise: float = 0.1, draft_window: int = 2048, **options) -> ParseEngine:
         engine = make_engine(noise, draft_window)
         judge = random_adapter(engine.target.model)
-        known = engine.target.render("How many?")
-        with torch.inference_mode():
-            scores = engine.target.model(torch.tensor([known])).logits[0].log_softmax(-1)
-        own = [scores[i, token].item() for i, token in enumerate(known[1:])]
-        judge.config.logprobs["reference"] = {"ids": known, "logprobs": own}
+        add_reference(judge, engine.target)
         return ParseEngine.from_models(engine.target, engine.draft, judge, **options)
 
     return make
@@ -114,6 +121,7 @@ def connect() -> Iterator[Connect]:
             backend = ServerBackend(parts, parallel)
             coordinator = ParseEngine(backend, threshold=None if judge is None else engine.threshold)
             coordinator.adaptive = False  # so that every answer has the draft that a test is about
+            coordinator.strict_tokens = 0
             stack.callback(coordinator.close)
             coordinator.backend.run(coordinator.backend.handshake())
             for server in (*targets, draft):
