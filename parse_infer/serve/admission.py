@@ -1,15 +1,17 @@
-"""Admission queue of a runner: capacity, time limit and shutdown."""
+"""Admission of requests: capacity, fair seats, time limit and shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+from parse_infer.serve.api_keys import Caller, caller
 from parse_infer.serve.errors import ApiError
+from parse_infer.serve.fair_seats import FairSeats
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Limits:
     """Limits of one server."""
 
     waiting: int = 64
-    """Largest number of queued answers."""
+    """Largest number of queued answers of a client."""
     request_s: float = 600.0
     """Timeout of a request in seconds."""
     grace_s: float = 30.0
@@ -28,27 +30,36 @@ class Limits:
 
 
 class AdmissionQueue:
-    """Counts the accepted, unfinished answers.
+    """Counts the accepted, unfinished answers of each client, and seats them.
+
+    Requests that are passed through have a queue of their own (`relayed`), so that neither kind can fill the other's
+    seats. The client is that of the current request.
 
     Args:
         parallel: number of answers that the runner writes concurrently.
     """
 
     def __init__(self, limits: Limits, parallel: int) -> None:
-        self.answers = 0
         self.closing = False
         self._limits = limits
         self._parallel = parallel
-        self._capacity = limits.waiting + parallel
+        self._capacity = limits.waiting + parallel  # of each client
+        self._accepted: dict[bool, Counter[Caller]] = {relayed: Counter() for relayed in (False, True)}
+        self._seats = {relayed: FairSeats(parallel) for relayed in (False, True)}
         self._seconds: deque[float] = deque(maxlen=32)  # of the last answers
         self._clocks: set[asyncio.Timeout] = set()
 
+    @property
+    def answers(self) -> int:
+        return sum(accepted.total() for accepted in self._accepted.values())
+
     @asynccontextmanager
-    async def place(self, answers: int) -> AsyncIterator[None]:
+    async def place(self, answers: int, relayed: bool = False) -> AsyncIterator[None]:
         """Count this many answers as accepted within the `async with`.
 
-        Raises ApiError: 429 if the queue is full, 503 if the server stops, 504 after the time limit.
+        Raises ApiError: 429 if the client's queue is full, 503 if the server stops, 504 after the time limit.
         """
+        client, accepted = caller.get(), self._accepted[relayed]
         if answers > self._capacity:
             raise ApiError(
                 400,
@@ -56,15 +67,15 @@ class AdmissionQueue:
             )
         if self.closing:
             raise self._stopping()
-        if self.answers + answers > self._capacity:
-            seconds = str(self.retry_after(answers))
+        if accepted[client] + answers > self._capacity:
+            seconds = str(self._retry_after(client, answers, relayed))
             raise ApiError(
                 429,
-                f"the queue is full ({self.answers} answers): try again in {seconds} s",
+                f"the queue is full ({accepted[client]} answers): try again in {seconds} s",
                 "queue_full",
                 headers={"Retry-After": seconds},
             )
-        self.answers += answers
+        accepted[client] += answers
         try:
             async with asyncio.timeout(self._limits.request_s) as clock:
                 self._clocks.add(clock)
@@ -79,16 +90,27 @@ class AdmissionQueue:
                 raise self._stopping() from error
             raise ApiError(504, f"the request took more than {self._limits.request_s:g} s", "timeout") from error
         finally:
-            self.answers -= answers
+            accepted[client] -= answers
+            if not accepted[client]:
+                del accepted[client]
+
+    def seat(self, answers: int = 1, relayed: bool = False) -> AbstractAsyncContextManager[None]:
+        """Wait for a seat, by weighted fair queueing among clients, and hold it within the `async with`."""
+        return self._seats[relayed].seat(caller.get(), answers)
 
     def note(self, seconds: float) -> None:
         """Record the time of one answer."""
         self._seconds.append(seconds)
 
-    def retry_after(self, answers: int = 1) -> int:
-        """Estimate the seconds until the queue has room, from the times of the last answers; at least 1."""
+    def retry_after(self) -> int:
+        """Estimate the seconds until each client's queue has room, from the times of the last answers; at least 1."""
+        return max((self._retry_after(client, 1, False) for client in self._accepted[False]), default=1)
+
+    def _retry_after(self, client: Caller, answers: int, relayed: bool) -> int:
+        accepted = self._accepted[relayed]
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
-        return max(1, math.ceil(mean * (self.answers + answers - self._capacity) / self._parallel))
+        seats = self._parallel * client.weight / sum(other.weight for other in {client, *accepted})
+        return max(1, math.ceil(mean * (accepted[client] + answers - self._capacity) / seats))
 
     def close(self) -> None:
         """Stop admission; accepted answers continue."""

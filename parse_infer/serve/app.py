@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from parse_infer.calibration.schema import resolve_risk
+from parse_infer.errors import SettingsError
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.audit import Audit
@@ -50,15 +51,21 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
     """Build the OpenAI-compatible API, metrics and demo page of one runner.
 
     Raises:
-        ValueError: the calibration does not prove the risk, or an audit has no calibration.
+        ValueError: the calibration does not prove the risk, an audit has no calibration, or the target of
+            `strict_answer` does not think.
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
     settings, metrics, started = settings or ApiSettings(), Metrics(), int(time.time())
     limits, risk_settings = settings.limits, settings.risk_settings
     queue = AdmissionQueue(limits, runner.parallel)
+    if settings.strict_answer and not runner.thinks:
+        raise SettingsError(
+            f"strict_answer is for models that think, but {runner.name!r} has no marks around its thinking: omit "
+            "--strict-answer, or name them with --thinking-marks"
+        )
     if risk_settings.risk is not None:
-        resolve_risk(risk_settings.expected, runner.calibration)
+        resolve_risk(risk_settings.expected.override(**settings.strict_defaults), runner.calibration)
     audit = Audit(runner, metrics, risk_settings, limits.request_s) if risk_settings.audit else None
     if risk_settings.risk is not None or audit is not None:
         runner.check_calibration()
@@ -72,7 +79,7 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
         responses=_ERRORS,
     )
     app.state.queue, app.state.metrics = queue, metrics
-    app.add_middleware(RequestMiddleware, api_key=settings.api_key, body_bytes=limits.body_bytes, metrics=metrics)
+    app.add_middleware(RequestMiddleware, keys=settings.keys, body_bytes=limits.body_bytes, metrics=metrics)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)

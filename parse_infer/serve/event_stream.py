@@ -82,7 +82,7 @@ async def _answered(
     runner: Runner, queue: AdmissionQueue, metrics: Metrics, choice: ChoiceState, audit: Audit | None
 ) -> AsyncGenerator[ChoiceEvent, None]:
     with api_errors(choice.index), metrics.meter(choice) as meter:
-        async with aclosing(runner.stream(choice.job)) as moments:
+        async with queue.seat(), aclosing(runner.stream(choice.job)) as moments:
             async for moment in moments:
                 text = choice.take(moment)
                 meter.see(moment, text)

@@ -149,11 +149,15 @@ class RequestHandler:
         settings = [body.settings(body.max_new_tokens, choice, defaults) for choice in range(body.choices)]
         if body.alone:
             return settings, None
+        defaults = {"adaptive": self._server.adaptive}
+        defaults |= {} if body.says("risk") else self._server.strict_defaults
+        if body.draft_text is not None:
+            defaults = {"strict_answer": self._server.strict_answer}
+        unsaid = {name: value for name, value in defaults.items() if not body.says(name)}
+        settings = [each.override(**unsaid) for each in settings]
         if body.draft_text is not None:
             reason = "a promise covers only what the draft model writes"
             return settings, None if risk is None else reason
-        if not body.says_adaptive:
-            settings = [each.override(adaptive=self._server.adaptive) for each in settings]
         changed = changed_option(body.prompts[0], self.runner.template_options)
         covered = [promised(each, risk, calibration, changed) for each in settings]
         return [each for each, _ in covered], covered[0][1]

@@ -9,12 +9,14 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from parse_infer.serve.api_keys import caller
+
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current request, for log lines, the response header and the answer's id."""
 
 
 class JsonLines(logging.Formatter):
-    """Format time, level, event, request id and the fields of `extra={"fields": {…}}` as JSON."""
+    """Format time, level, event, request id, client and the fields of `extra={"fields": {…}}` as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -24,6 +26,8 @@ class JsonLines(logging.Formatter):
         }
         if number := request_id.get():
             line["id"] = number
+        if client := caller.get().name:
+            line["client"] = client
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[1] is not None:
             line["errors"] = describe_error(record.exc_info[1])

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from parse_infer.request.events import Done, Drafted, Verified
 from parse_infer.request.output import Generation
+from parse_infer.serve.api_keys import caller
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.runner import InvalidRequest, Moment
 
@@ -32,6 +33,12 @@ class Metrics:
         self.broken = Counter("parse_answers_broken", "Cancelled or failed answers.", registry=registry)
         self.relayed = Counter(
             "parse_answers_relayed", "Answers of the target's own server, passed through.", registry=registry
+        )
+        self.client_answers = Counter(
+            "parse_client_answers",
+            "Answers, also passed-through ones, by name of the API key.",
+            ["client"],
+            registry=registry,
         )
         self.prompt_tokens = Counter("parse_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tokens = Counter("parse_tokens", "Answer tokens, by author.", ["author"], registry=registry)
@@ -79,6 +86,11 @@ class Metrics:
     def watch_upstream(self, counts: Callable[[], Mapping[tuple[str, str, str], int]]) -> None:
         """Register `parse_upstream_requests_total`, read on each scrape, by role, server and outcome."""
         self.registry.register(_UpstreamRequests(counts))
+
+    def count_client(self, answers: int = 1) -> None:
+        """Count answers of the current request's client, if its key has a name."""
+        if name := caller.get().name:
+            self.client_answers.labels(name).inc(answers)
 
     def meter(self, choice: ChoiceState) -> Meter:
         return Meter(self, choice)
@@ -139,6 +151,7 @@ class Meter:
     def _count(self, answer: Generation) -> None:
         metrics, stats = self._metrics, answer.stats
         metrics.answers.labels(self._choice.finish_reason).inc()
+        metrics.count_client()
         metrics.answer_s.observe(answer.timings.total_s)
         metrics.waiting_s.observe(max(0.0, self._choice.started_at - self._choice.asked_at))
         if self._choice.job.settings.adaptive:

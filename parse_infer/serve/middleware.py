@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 import uuid
@@ -13,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parse_infer.serve.api_keys import ANYONE, ApiKeys, Caller, caller
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
@@ -26,9 +26,9 @@ _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body befor
 class RequestMiddleware:
     """Middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, body_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, body_bytes: int, metrics: Metrics) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = keys
         self._body_bytes = body_bytes
         self._metrics = metrics
 
@@ -79,11 +79,13 @@ class RequestMiddleware:
             log.info("request", extra={"fields": fields})
 
     def _authorized(self, path: str, headers: Headers) -> bool:
-        if self._key is None or path in OPEN:
-            return True
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        # Constant time, so that the duration reveals nothing about the key.
-        return hmac.compare_digest(given.strip().encode("latin-1"), self._key) and kind.lower() == "bearer"
+        """Whether the request may be answered; `caller` then has its client."""
+        client: Caller | None = ANYONE
+        if self._keys.required and path not in OPEN:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            client = self._keys.caller_of(key.strip()) if kind.lower() == "bearer" else None
+        caller.set(client or ANYONE)
+        return client is not None
 
     def _measured(self, receive: Receive) -> Receive:
         """Wrap `receive` to limit a body without Content-Length."""

@@ -140,11 +140,13 @@ async def pass_through(
     """
     asked_at, response = time.perf_counter(), _PassedResponse(send, request.because)
     try:
-        async with queue.place(request.answers):
+        async with queue.place(request.answers, relayed=True):
             with api_errors():
                 whole, content = not request.streams, (request.body, request.headers, request.fields)
-                await response.write(runner.relay(request.path, *content, whole=whole))
+                async with queue.seat(request.answers, relayed=True):
+                    await response.write(runner.relay(request.path, *content, whole=whole))
             metrics.relayed.inc(request.answers)
+            metrics.count_client(request.answers)
             fields = {
                 "id": request_id.get(),
                 "answers": request.answers,

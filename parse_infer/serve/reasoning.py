@@ -1,4 +1,4 @@
-"""Splits the growing text of a thinking model into reasoning and content, as vLLM's reasoning parsers do."""
+"""Split the growing text of a thinking model into reasoning and content, as vLLM's reasoning parsers do."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.audit import RiskSettings
 
 
@@ -13,14 +15,22 @@ class ApiSettings:
     """Limits, access and the defaults of requests."""
 
     limits: Limits = field(default_factory=Limits)
-    api_key: str | None = None
-    """API key that clients must send; None: no key."""
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    """API keys that clients must send; without any, nobody must."""
     model: str | None = None
     """Served name of the target; None: its own name."""
     risk_settings: RiskSettings = field(default_factory=RiskSettings)
     adaptive: bool = False
     """Default of `GenerationSettings.adaptive`."""
+    strict_tokens: int | None = None
+    strict_answer: bool = False
+    """Defaults of these `GenerationSettings`, except for requests with a `risk`."""
     strict: bool = False
     """Reject unknown fields instead of ignoring them with a warning."""
     generation_config: bool = True
     """Take sampling defaults from the target's generation config; False: greedy."""
+
+    @property
+    def strict_defaults(self) -> dict[str, Any]:
+        """Defaults about tokens that are the target's own."""
+        return {"strict_tokens": self.strict_tokens, "strict_answer": self.strict_answer}

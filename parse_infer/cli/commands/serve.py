@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
+from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
 
 
@@ -19,6 +21,12 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="PARSE_API_KEY", help="API key that clients must send; default: none.")
     ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of API keys that share the server, with lines KEY [WEIGHT] [NAME]; read again when it changes."
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Model name in the API; default: the target's name.")
     ] = None,
@@ -27,6 +35,8 @@ def serve(
         float, typer.Option(help="Share of answers under a risk that are compared with the target's; 0: none.")
     ] = 0.0,
     adaptive: options.Adaptive = None,
+    strict_tokens: Annotated[int | None, option_of("strict_tokens")] = None,
+    strict_answer: Annotated[bool, option_of("strict_answer")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Reject requests with unknown fields; default: warn.")
     ] = False,
@@ -34,7 +44,7 @@ def serve(
         bool, typer.Option(help="Take sampling defaults from the target's generation_config.json; off: greedy.")
     ] = True,
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Largest number of waiting requests; more get 429 and Retry-After.")
+        int, typer.Option(min=0, help="Largest number of waiting answers of a client; more get 429 and Retry-After.")
     ] = 64,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request times out.")] = 600.0,
     grace: Annotated[
@@ -60,6 +70,7 @@ def serve(
         raise ParseError("--api-key must be non-empty ASCII text, or be left out")
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
+    from parse_infer.serve.api_keys import ApiKeys
     from parse_infer.serve.app import create_app
     from parse_infer.serve.audit import RiskSettings
     from parse_infer.serve.runner import Runner
@@ -67,7 +78,7 @@ def serve(
     from parse_infer.serve.settings import ApiSettings
     from parse_infer.serve.thread_runner import ThreadRunner
 
-    risk_settings = RiskSettings(risk, audit, same_answer)
+    keys, risk_settings = ApiKeys(api_key, api_keys_file), RiskSettings(risk, audit, same_answer)
     traces = None
     if trace:
         from parse_infer.serve.traces import Traces
@@ -84,7 +95,17 @@ def serve(
         runner = ThreadRunner(models.load)
     try:
         adaptive = models.served if adaptive is None else adaptive
-        settings = ApiSettings(limits, api_key, served_model_name, risk_settings, adaptive, strict, generation_config)
+        settings = ApiSettings(
+            limits,
+            keys,
+            served_model_name,
+            risk_settings,
+            adaptive,
+            strict_tokens,
+            strict_answer,
+            strict,
+            generation_config,
+        )
         app = create_app(runner, settings, traces)
         shown, port = listening.getsockname()[:2]
         shown = f"[{shown}]" if ":" in shown else shown

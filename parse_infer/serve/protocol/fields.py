@@ -275,9 +275,9 @@ class AnswerBody(Body):
     def names_risk(self) -> bool:
         return self.parse is not None and self.parse.risk is not None
 
-    @property
-    def says_adaptive(self) -> bool:
-        return self.parse is not None and self.parse.adaptive is not None
+    def says(self, name: str) -> bool:
+        """Whether the request sets this field of `parse`."""
+        return self.parse is not None and getattr(self.parse, name) is not None
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """Sampling of the request, completed by the defaults."""

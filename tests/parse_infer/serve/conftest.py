@@ -16,6 +16,7 @@ import pytest
 from parse_infer.engine import ParseEngine
 from parse_infer.serve import server as server_module
 from parse_infer.serve.admission import AdmissionQueue, Limits
+from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.app import create_app
 from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.server import ApiServer, listen
@@ -38,8 +39,9 @@ class Running:
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
-    def chat(self, content: str = "Tom has 5 apples.", **fields: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
+    def chat(self, content: str = "Tom has 5 apples.", headers: Any = None, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], **fields}
+        return self.post("/v1/chat/completions", body, headers=headers)
 
     @property
     def client(self) -> openai.OpenAI:
@@ -72,7 +74,7 @@ def running(
     runner: ThreadRunner,
     engine: ParseEngine,
     limits: Limits | None = None,
-    api_key: str | None = None,
+    keys: ApiKeys | None = None,
     risk_settings: RiskSettings | None = None,
     traces: Traces | None = None,
     **options: Any,
@@ -80,7 +82,7 @@ def running(
     """`options`: further fields of `ApiSettings`."""
     listening = listen("127.0.0.1", 0)
     limits = limits or Limits()
-    settings = ApiSettings(limits, api_key, risk_settings=risk_settings or RiskSettings(), **options)
+    settings = ApiSettings(limits, keys or ApiKeys(), risk_settings=risk_settings or RiskSettings(), **options)
     app = create_app(runner, settings, traces)
     server = ApiServer(app, limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -27,6 +27,7 @@ from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.decoding.plan import SourceKind
 from parse_infer.drafters.source import Draft
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.app import create_app
 from parse_infer.serve.logs import JsonLines
 from parse_infer.serve.server import ApiServer, listen
@@ -169,7 +170,7 @@ def test_fields_without_influence_are_ignored(served):
 
 
 def test_a_request_without_the_key_is_refused(served):
-    with running(served.runner, served.engine, api_key="s3cret") as guarded:
+    with running(served.runner, served.engine, keys=ApiKeys("s3cret")) as guarded:
         for headers in (
             {},
             {"Authorization": "Bearer s3cre"},
