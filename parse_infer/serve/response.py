@@ -115,6 +115,7 @@ class AnswerWriter:
         self._name = shape.prefix + request_id.get()
         self._created = int(time.time())
         self._seen: dict[int, ChoiceState] = {}
+        self._opened: set[int] = set()
 
     async def whole(self, events: Answers, send: Send) -> None:
         async with aclosing(events):
@@ -136,13 +137,15 @@ class AnswerWriter:
         self._log()
 
     def _chunks(self, choice: ChoiceState, event: Event, text: str) -> Iterator[dict[str, Any]]:
-        if self._register(choice):
-            opening = self._shape.opening(choice.index)
-            if opening is not None:
-                yield self._chunk([opening], choice, opens=True)
+        self._register(choice)
         details = event_body(event) if self._include_events else None
         piece = self._shape.piece(choice, text, isinstance(event, Done))
-        if details is not None or not self._shape.is_empty(piece):
+        says = details is not None or not self._shape.is_empty(piece)
+        if (says or isinstance(event, Done)) and choice.index not in self._opened:
+            self._opened.add(choice.index)  # with the first text, which benchmarks take for the first token
+            if (opening := self._shape.opening(choice.index)) is not None:
+                yield self._chunk([opening], choice, opens=True)
+        if says:
             yield self._chunk([piece if details is None else {**piece, "parse": details}], choice)
         if isinstance(event, Done):
             closing = self._shape.closing(choice)
@@ -164,12 +167,9 @@ class AnswerWriter:
             return {**chunk, "usage": None}
         return {**chunk, "usage": usage_so_far(choice, 0 if opens else choice.tokens_so_far).model_dump()}
 
-    def _register(self, choice: ChoiceState) -> bool:
-        """Register the choice; True for its first event."""
-        new = choice.index not in self._seen
+    def _register(self, choice: ChoiceState) -> None:
         choice.unpromised = self._unpromised
         self._seen[choice.index] = choice
-        return new
 
     @property
     def _choices(self) -> list[ChoiceState]:

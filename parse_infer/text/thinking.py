@@ -73,7 +73,8 @@ def find_marks(tokenizer: PreTrainedTokenizerBase, marks: str | None = None) -> 
     vocabulary = tokenizer.get_vocab()
     unknown = next((mark for mark in named if not _is_shown(tokenizer, mark, vocabulary.get(mark))), None)
     if unknown is None:
-        return ThinkingMarks(*named, *(vocabulary[mark] for mark in named))
+        start, end = named
+        return ThinkingMarks(start, end, vocabulary[start], vocabulary[end])
     if marks is None:
         return None
     raise ModelError(

@@ -26,8 +26,10 @@ from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.zero_shot import ZeroShotJudge
 from parse_infer.models.loading import LanguageModel
+from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.backends.fake_server import FakeServer, serving
+from tests.parse_infer.serve.conftest import Running, running
 
 CUTS = CutPolicy("tokens", every=6)
 WAIT_S = 10.0
@@ -129,6 +131,14 @@ def connect() -> Iterator[Connect]:
             return coordinator, targets, draft
 
         yield make
+
+
+@pytest.fixture
+def relaying(engine, connect) -> Iterator[tuple[Running, list[FakeServer]]]:
+    """A coordinator behind an API server, and the target's two servers."""
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    with running(LoopRunner(coordinator), engine) as served:
+        yield served, targets
 
 
 def soon(coordinator: ParseEngine, condition: Callable[[], bool]) -> bool:

@@ -25,13 +25,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 
 
 @pytest.fixture
-def relaying(engine, connect):
-    coordinator, targets, _ = connect(engine, n_targets=2)
-    with running(LoopRunner(coordinator), engine) as served:
-        yield served, targets
-
-
-@pytest.fixture
 def canned(relaying):
     """A coordinator over servers that send `canned`, and their requests' bodies."""
     served, targets = relaying
