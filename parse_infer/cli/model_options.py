@@ -231,7 +231,7 @@ class ModelOptions:
         if known is None and self.adapter_name is not None and self.judge is None:
             known = shipped_calibration(resolve(self.adapter_name))
             known = known if known is not None and known.backend == self.backend else None
-        return resolve_risk(settings.override(risk=risk), known).override(risk=None, adaptive=False)
+        return resolve_risk(settings.override(risk=risk), known).override(risk=None, strict_tokens=0, adaptive=False)
 
     def _server_options(self) -> dict[str, Any]:
         """Fields of `ServerOptions`. Raises ValueError for options of the local backend."""

@@ -8,7 +8,10 @@ import re
 import pytest
 
 from parse_infer.engine import ParseEngine
+from parse_infer.errors import SettingsError
+from parse_infer.serve.app import create_app
 from parse_infer.serve.reasoning import ReasoningSplitter
+from parse_infer.serve.settings import ApiSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.text.thinking import Thinking, ThinkingMarks
 from tests.parse_infer.serve.conftest import Running, running
@@ -113,3 +116,25 @@ def test_strict_answer_needs_a_model_that_thinks(served):
     refused = served.chat(parse={"strict_answer": True})
     assert refused.status_code == 400
     assert "strict_answer is for models that think" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_an_operator_chooses_what_is_the_targets_own(make_thinking_engine):
+    def engine() -> ParseEngine:
+        return make_thinking_engine("abc</think>xyz", "aBc</think>xYz")
+
+    def thought(server: Running, **parse: object) -> tuple[str, str]:
+        message = server.chat("?", max_tokens=7, parse={"threshold": 0.0, **parse}).json()["choices"][0]["message"]
+        return message["reasoning"], message["content"]
+
+    with running(ThreadRunner(engine()), engine(), strict_answer=True, strict_tokens=3) as strict:
+        assert thought(strict) == ("abc", "xyz")
+        assert thought(strict, strict_tokens=0) == ("aBc", "xyz")
+        assert thought(strict, strict_tokens=0, strict_answer=False) == ("aBc", "xYz")
+        assert thought(strict, draft_text="aBc</think>xYz") == ("aBc", "xyz")
+        assert thought(strict, mode="target") == ("abc", "xyz")
+
+
+def test_strict_answer_is_checked_before_the_server_starts(served):
+    with pytest.raises(SettingsError, match="omit --strict-answer, or name them with --thinking-marks"):
+        create_app(served.runner, ApiSettings(strict_answer=True))
