@@ -45,8 +45,10 @@ class Backend(Protocol[Source]):
     calibration: Calibration | None
     parallel: int
     adaptive: bool
-    strict_tokens: int
     falls_back: bool
+
+    @property
+    def strict_tokens(self) -> int: ...
 
     @property
     def judge(self) -> object: ...

@@ -24,7 +24,7 @@ from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.options import PARALLEL
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair, source_kind
 from parse_infer.backends.servers.parts import Parts, check_servable
-from parse_infer.backends.servers.text_draft import TextApi, TextDraft, find_text_api
+from parse_infer.backends.servers.text_draft import CHAT, TextApi, TextDraft, find_text_api
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
 from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
@@ -61,7 +61,6 @@ class ServerBackend:
     """
 
     adaptive = True
-    strict_tokens = 2
     deterministic = False  # rounding depends on the server's batch
 
     def __init__(self, parts: Parts, parallel: int = PARALLEL) -> None:
@@ -120,6 +119,11 @@ class ServerBackend:
     @property
     def tokens_after_draft(self) -> int:
         return self._target.tokens_after_draft
+
+    @property
+    def strict_tokens(self) -> int:
+        """Two, unless the draft servers only answer chats: they cannot continue what the target has written."""
+        return 0 if self._text_api is not None and self._text_api.path == CHAT else 2
 
     def describe(self) -> dict[str, Any]:
         """Names of the models. The operator of a server answers for the weights behind a name."""

@@ -90,6 +90,7 @@ def test_a_server_of_chats_drafts_whole_answers(make_engine, connect, block_toke
         assert len(draft.bodies) == (threshold <= 1), "a chat cannot continue an answer"
         assert bool(kept) == (threshold <= 1)
         assert rest(engine, ids, kept) == ids[kept:]
+    assert coordinator.backend.strict_tokens == 0, "nor one that the target has begun"
     draft.bodies.clear()
     plain = Verbatim("Once upon a time")
     found = coordinator.generate(plain, **SETTINGS)
