@@ -16,7 +16,7 @@ class ApiSettings:
 
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys = field(default_factory=ApiKeys)
-    """API keys that clients must send; without any, nobody must."""
+    """API keys that clients must send. Without any, requests need no key."""
     model: str | None = None
     """Served name of the target; None: its own name."""
     risk_settings: RiskSettings = field(default_factory=RiskSettings)

@@ -139,6 +139,7 @@ def test_the_role_waits_for_the_first_text(served):
     assert b'"role"' in first and b'"content":"' in first.replace(b'"content":""', b"")
 
 
+@pytest.mark.slow
 def test_open_webui(served, own):
     """Its requests: the models, a chat, and the title of the chat; all with headers of its own."""
     with running(served.runner, served.engine, keys=ApiKeys("s3cret")) as guarded:

@@ -205,6 +205,7 @@ def test_a_changed_file_is_read_again(tmp_path, caplog):
     other.write_text(lines("n3w 2 b"))
     other.replace(file)
     assert keys.caller_of("s3cret") is None and keys.caller_of("n3w") == Caller("b", 2.0)
+    caplog.clear()
     with caplog.at_level(logging.INFO, "parse_infer.serve"):
         for content in (lines("n3w -1"), ""):
             file.write_text(content)
