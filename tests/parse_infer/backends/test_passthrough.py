@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from aiohttp import web
 
 from parse_infer.serve import passthrough
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.loop_runner import LoopRunner
+from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.serve.conftest import running
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -376,3 +381,30 @@ def test_a_client_gets_the_servers_message(relaying):
     with served.client as client, pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=served.runner.name, messages=USER, tools=TOOLS, tool_choice="auto")
     assert refused.value.body["message"] == '"auto" tool choice requires --enable-auto-tool-choice'
+
+
+class Slow(FakeServer):
+    """Answers chats once `free` is set."""
+
+    free = threading.Event()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.to_thread(self.free.wait, 30)
+        return await super().chat(request)
+
+
+@pytest.mark.slow
+def test_a_wave_of_passed_requests_leaves_the_seats_of_other_answers_free(engine, connect):
+    Slow.free.clear()
+    coordinator, _, _ = connect(engine, server_type=Slow, parallel=1)
+    with running(LoopRunner(coordinator), engine) as served, ThreadPoolExecutor(3) as pool:
+        wave = [pool.submit(served.chat, tools=TOOLS, tool_choice="required") for _ in range(3)]
+        try:
+            while served.queue.answers < len(wave):
+                time.sleep(0.01)
+            own = served.chat(max_tokens=8)
+            assert own.status_code == 200 and "x-parse-because" not in own.headers
+            assert not any(answer.done() for answer in wave)
+        finally:
+            Slow.free.set()
+        assert {answer.result().status_code for answer in wave} == {200}
