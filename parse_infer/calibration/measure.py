@@ -121,9 +121,7 @@ class CalibrationSettings:
 
     def generation(self, *purpose: object) -> GenerationSettings:
         """Settings of one sample of a problem; each `purpose` has its own random numbers."""
-        plain = GenerationSettings(
-            self.max_new_tokens, acceptance=self.acceptance, strict_tokens=0, adaptive=False
-        )
+        plain = GenerationSettings(self.max_new_tokens, acceptance=self.acceptance, strict_tokens=0, adaptive=False)
         if self.sampling.greedy:
             return plain
         return plain.override(resume_sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, *purpose)))

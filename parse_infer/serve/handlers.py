@@ -145,8 +145,8 @@ class RequestHandler:
         risk = self._server.risk_settings.risk
         calibration = self.runner.calibration
         # A risk without a temperature takes the one that it was calibrated at.
-        defaults = calibration.sampling if body.names_risk and calibration is not None else self._sampling
-        settings = [body.settings(body.max_new_tokens, choice, defaults) for choice in range(body.choices)]
+        sampling = calibration.sampling if body.says("risk") and calibration is not None else self._sampling
+        settings = [body.settings(body.max_new_tokens, choice, sampling) for choice in range(body.choices)]
         if body.alone:
             return settings, None
         defaults = {"adaptive": self._server.adaptive}

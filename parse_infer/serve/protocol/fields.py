@@ -271,10 +271,6 @@ class AnswerBody(Body):
         """Whether the request needs greedy decoding."""
         return self.parse is not None and self.parse.mode == "exact"
 
-    @property
-    def names_risk(self) -> bool:
-        return self.parse is not None and self.parse.risk is not None
-
     def says(self, name: str) -> bool:
         """Whether the request sets this field of `parse`."""
         return self.parse is not None and getattr(self.parse, name) is not None
