@@ -79,10 +79,10 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
     metrics.watch("parse_answers_running", "Answers in progress.", lambda: runner.running)
     metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - runner.running))
     metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: runner.parallel)
-    metrics.watch_upstream(lambda: runner.upstream)
+    metrics.watch_pools(runner.pools)
     for name, (text, value) in runner.gauges.items():
-        metrics.watch(name, text, value)
-    metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)
+        metrics.watch(name, text, value, "livemin")
+    metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after, "livemax")
 
     if runner.relays:
         app.router.route_class = passing_route(handler.relay)

@@ -120,7 +120,7 @@ class ApiServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         freeze_heap()
         stuck = close_stuck(self.server_state.connections, self._limits.send_s)
-        lag = measure_lag(self._metrics.loop_lag_s.observe)
+        lag = measure_lag(self._metrics.tick)
         self._watching = [asyncio.create_task(work) for work in (stuck, lag)]
         await super().startup(sockets)
 

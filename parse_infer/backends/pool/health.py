@@ -60,6 +60,7 @@ class HealthChecks:
         role: "target" or "draft", for messages.
         identify: raises ValueError if a server serves a wrong model.
         examine: checks a new or recovered server thoroughly; raises ValueError likewise.
+        report: called with each server that becomes unhealthy.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class HealthChecks:
         client: Client,
         identify: Callable[[Replica], Awaitable[None]],
         examine: Callable[[Replica], Awaitable[None]],
+        report: Callable[[Replica], None] = lambda server: None,
     ) -> None:
         self._role, self._members, self._client = role, members, client
-        self._identify, self._examine = identify, examine
+        self._identify, self._examine, self._report = identify, examine, report
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._back = asyncio.Event()
@@ -127,6 +129,7 @@ class HealthChecks:
         server.last_error, server.examined = last_error, False
         if server.healthy:
             server.healthy = False
+            self._report(server)
             log.warning("the %s server %s is unhealthy: %s", self._role, server.url, last_error)
             if server in self._watching:  # and has not gone; its task may sleep longer
                 self._stop_watching(server)
