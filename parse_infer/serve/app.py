@@ -46,15 +46,23 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "description": "The answer, or its chunks with stream: true.", "content": events}}
 
 
-def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Traces | None = None) -> FastAPI:
+def create_app(
+    runner: Runner,
+    settings: ApiSettings | None = None,
+    traces: Traces | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
     """Build the OpenAI-compatible API, metrics and demo page of one runner.
+
+    Args:
+        metrics: new ones, which something else may serve too; None: those of this application alone.
 
     Raises:
         ValueError: the calibration does not prove the risk, or an audit has no calibration.
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
-    settings, metrics, started = settings or ApiSettings(), Metrics(), int(time.time())
+    settings, metrics, started = settings or ApiSettings(), metrics or Metrics(), int(time.time())
     limits, risk_settings = settings.limits, settings.risk_settings
     queue = AdmissionQueue(limits, runner.parallel)
     if risk_settings.risk is not None:
@@ -143,9 +151,11 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
         async def other(request: Request) -> Response:
             return handler.relay(await other_request(request))
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    if settings.metrics:
+
+        @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+        async def prometheus() -> Response:
+            return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, name in (("/", "page.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
         app.add_api_route(path, page_file(name), include_in_schema=False)

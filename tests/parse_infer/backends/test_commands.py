@@ -184,7 +184,7 @@ def test_over_servers_adaptive_is_the_default(coordinated, monkeypatch, options,
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr(
-        "parse_infer.serve.app.create_app", lambda runner, settings, traces: calls.append(settings.adaptive)
+        "parse_infer.serve.app.create_app", lambda runner, settings, *_: calls.append(settings.adaptive)
     )
     monkeypatch.setattr("parse_infer.serve.server.ApiServer", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0
