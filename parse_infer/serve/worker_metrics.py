@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from parse_infer.errors import ParseError
 
@@ -41,6 +41,11 @@ def shared_metrics() -> Iterator[CollectorRegistry]:
             os.environ.pop(FOLDER)
             if before is not None:
                 os.environ[FOLDER] = before
+
+
+def forget_worker(pid: int) -> None:
+    """Leave a worker that has ended out of the gauges; its counts stay."""
+    mark_process_dead(pid)
 
 
 @contextmanager

@@ -116,17 +116,15 @@ def serve(
                 metrics_port = stack.enter_context(open_metrics_port(metrics.registry, host, metrics_port))
             serve_models(listening, announce, metrics)
         else:
-            from prometheus_client.multiprocess import mark_process_dead
-
             from parse_infer.serve.logs import log_settings
-            from parse_infer.serve.worker_metrics import shared_metrics
+            from parse_infer.serve.worker_metrics import forget_worker, shared_metrics
             from parse_infer.serve.workers import Workers
 
             registry = stack.enter_context(shared_metrics())
             if metrics_port is not None:
                 metrics_port = stack.enter_context(open_metrics_port(registry, host, metrics_port))
             logging.config.dictConfig(log_settings())
-            Workers(workers, serve_models, listening, grace, on_end=mark_process_dead).run(announce)
+            Workers(workers, serve_models, listening, grace, on_end=forget_worker).run(announce)
 
 
 def _serve(
