@@ -80,7 +80,10 @@ def create_app(
         responses=_ERRORS,
     )
     app.state.queue, app.state.metrics = queue, metrics
-    app.add_middleware(RequestMiddleware, api_key=settings.api_key, body_bytes=limits.body_bytes, metrics=metrics)
+    own: dict[str, Any] = {} if traces is None else {"trace_headers": traces.headers}
+    app.add_middleware(
+        RequestMiddleware, api_key=settings.api_key, body_bytes=limits.body_bytes, metrics=metrics, **own
+    )
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 
 from parse_infer.backends.pool.circuit import Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
@@ -88,11 +89,12 @@ class HealthChecks:
         for server in self._members:
             server.check = None
             server.waits.clear()
-            self._watching[server] = loop.create_task(self._watch(server))
+            self.add(server)
 
     def add(self, server: Replica) -> None:
         """Check a new server, in the event loop of the checks."""
-        self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
+        # In a context of its own: a request may be the cause, but the checks are not its own.
+        self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server), context=Context())
 
     def remove(self, server: Replica) -> None:
         """Check a server no longer."""
