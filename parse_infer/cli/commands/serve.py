@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging.config
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,9 +87,11 @@ def serve(
         )
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
+    from parse_infer.serve.logs import log_settings
     from parse_infer.serve.server import listen
     from parse_infer.serve.settings import ApiSettings, RiskSettings
-    from parse_infer.serve.worker_metrics import open_metrics_port
+    from parse_infer.serve.worker_metrics import forget_worker, open_metrics_port, shared_metrics
+    from parse_infer.serve.workers import Workers
 
     risk_settings = RiskSettings(risk, audit, same_answer)
     limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
@@ -97,34 +99,31 @@ def serve(
     settings = ApiSettings(
         limits, api_key, served_model_name, risk_settings, adaptive, strict, generation_config, metrics_port is None
     )
-    listening = listen(host, port)  # fail on a port in use before the models are loaded
-
-    def announce(name: str) -> None:
-        shown, port = listening.getsockname()[:2]
-        shown = f"[{shown}]" if ":" in shown else shown
-        print(f"{name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
-        if metrics_port is not None:
-            print(f"metrics: http://{shown}:{metrics_port}/metrics", flush=True)
-
     with ExitStack() as stack:
-        serve_models = partial(_serve, models, settings, trace)
+        # Before the models are loaded, so that a port in use is known at once.
+        listening = stack.enter_context(closing(listen(host, port)))
+        metrics = None
         if workers == 1:
             from parse_infer.serve.metrics import Metrics
 
             metrics = Metrics()
-            if metrics_port is not None:
-                metrics_port = stack.enter_context(open_metrics_port(metrics.registry, host, metrics_port))
+        registry = stack.enter_context(shared_metrics()) if metrics is None else metrics.registry
+        if metrics_port is not None:
+            metrics_port = stack.enter_context(open_metrics_port(registry, host, metrics_port))
+        serve_models, announce = partial(_serve, models, settings, trace), partial(_announce, listening, metrics_port)
+        if metrics is not None:
             serve_models(listening, announce, metrics)
         else:
-            from parse_infer.serve.logs import log_settings
-            from parse_infer.serve.worker_metrics import forget_worker, shared_metrics
-            from parse_infer.serve.workers import Workers
-
-            registry = stack.enter_context(shared_metrics())
-            if metrics_port is not None:
-                metrics_port = stack.enter_context(open_metrics_port(registry, host, metrics_port))
             logging.config.dictConfig(log_settings())
             Workers(workers, serve_models, listening, grace, on_end=forget_worker).run(announce)
+
+
+def _announce(listening: socket.socket, metrics_port: int | None, name: str) -> None:
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"{name} answers at http://{host}:{port}/v1 (a page: /)", flush=True)
+    if metrics_port is not None:
+        print(f"metrics: http://{host}:{metrics_port}/metrics", flush=True)
 
 
 def _serve(
@@ -148,7 +147,7 @@ def _serve(
     if models.served:
         from parse_infer.serve.loop_runner import LoopRunner
 
-        runner = LoopRunner(models.load(expected=settings.risk_settings.expected))
+        runner = LoopRunner(models.load(expected=settings.risk_settings.expected, start_servers=False))
     else:
         from parse_infer.serve.thread_runner import ThreadRunner
 
