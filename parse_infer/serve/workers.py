@@ -36,7 +36,7 @@ class _Worker:
 
     Attributes:
         model: name of the model, once the worker answers.
-        error: why it could not start.
+        error: what ended it.
     """
 
     process: SpawnProcess
@@ -44,14 +44,19 @@ class _Worker:
     model: str | None = None
     error: Exception | None = None
 
-    def read(self) -> None:
-        """Take a message, if there is one."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended; reads its messages first."""
+        alive = self.process.is_alive()
         try:
-            if self.messages.poll():
+            while self.messages.poll():
                 found = self.messages.recv()
-                self.model, self.error = (None, found) if isinstance(found, Exception) else (found, None)
-        except (EOFError, OSError):  # it has ended
+                if isinstance(found, Exception):
+                    self.error = found
+                else:
+                    self.model = found
+        except (EOFError, OSError):  # the process has closed the pipe
             pass
+        return not alive
 
 
 @dataclass
@@ -95,25 +100,29 @@ class Workers:
         while not self._stopping:
             self._pause(workers)
             for i, worker in enumerate(workers):
+                ended = worker.has_ended()
                 if worker.model is not None:
                     failures[i] = 0
-                if worker.process.is_alive():
+                if not ended:
                     continue
                 if not restart_at[i]:
                     pause_s = min(2.0 ** failures[i] - 1, _LONGEST_PAUSE_S)
                     restart_at[i] = time.monotonic() + pause_s
                     failures[i] += 1
-                    reason = f"cannot start: {worker.error}" if worker.error else f"ended ({worker.process.exitcode})"
-                    log.error("worker %d %s; starting another in %.0f s", worker.process.pid, reason, pause_s)
+                    reason = worker.error or worker.process.exitcode
+                    log.error(
+                        "worker %d has ended (%s); starting another in %.0f s", worker.process.pid, reason, pause_s
+                    )
                     self._ended(worker)
                 if time.monotonic() >= restart_at[i]:
                     workers[i], restart_at[i] = self._start(), 0.0
 
     def _check_first_start(self, workers: list[_Worker]) -> None:
         for worker in workers:
+            ended = worker.has_ended()
             if worker.error is not None:
                 raise worker.error
-            if worker.model is None and not worker.process.is_alive():
+            if ended:
                 raise ServerError(f"a worker ended ({worker.process.exitcode}) before it could answer: see the log")
 
     def _start(self) -> _Worker:
@@ -124,13 +133,11 @@ class Workers:
         return _Worker(process, ours)
 
     def _pause(self, workers: list[_Worker]) -> None:
-        """Wait for a moment, or until a worker ends; read the messages."""
+        """Wait for a moment, or until a worker ends."""
         if waited := [worker.process.sentinel for worker in workers if worker.process.is_alive()]:
             wait(waited, _PULSE_S)
         else:
             time.sleep(_PULSE_S)
-        for worker in workers:
-            worker.read()
 
     def _stop(self, workers: list[_Worker]) -> None:
         for worker in workers:

@@ -83,7 +83,7 @@ def test_a_worker_that_dies_is_started_again():
         assert len(second) == 2 and not first & second
         process.terminate()
         assert process.wait(10) == 0 and all(map(ends, second))
-        assert "ended (-9); starting another" in process.stderr.read()
+        assert "has ended (-9); starting another" in process.stderr.read()
 
 
 @pytest.mark.slow
