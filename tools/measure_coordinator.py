@@ -1,4 +1,4 @@
-"""Measure a coordinator without models: `python -m tools.measure_coordinator [STREAMS …] [--workers N]`.
+"""Measure a coordinator without models: `python -m tools.measure_coordinator [STREAMS …] [--workers N] [--slowdown F]`.
 
 Starts `parse-infer serve` over servers that write a fixed text at the pace of a GPU, and reads answers over so many
 concurrent streams (default: 250, 500, 1000). Prints a row per number: CPU time per answer, answers per second of CPU
@@ -43,10 +43,11 @@ class PacedServer:
 
     Args:
         draft: write another token at every `WRONG_EVERY`th place.
+        slowdown: factor of all times, as under a load that fills the GPU.
     """
 
-    def __init__(self, ids: Sequence[int], draft: bool) -> None:
-        self._ids, self._draft = ids, draft
+    def __init__(self, ids: Sequence[int], draft: bool, slowdown: float = 1.0) -> None:
+        self._ids, self._draft, self._slowdown = ids, draft, slowdown
         self._cache: dict[tuple[int, ...], list[int]] = {}
 
     def _token(self, place: int, draft: bool = False) -> int:
@@ -60,14 +61,14 @@ class PacedServer:
         tokens = [self._token(begin + i, self._draft) for i in range(n)]
         token_s, size = (DRAFT_TOKEN_S, DRAFT_CHUNK) if self._draft else (TARGET_TOKEN_S, 1)
         if not body.get("stream"):
-            await asyncio.sleep(token_s * n)
+            await asyncio.sleep(token_s * n * self._slowdown)
             return web.json_response({"choices": [{"token_ids": tokens, "finish_reason": "length"}]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         with suppress(ConnectionError):  # drafts are cut off
             for at in range(0, n, size):
                 piece = tokens[at : at + size]
-                await asyncio.sleep(token_s * len(piece))
+                await asyncio.sleep(token_s * len(piece) * self._slowdown)
                 end = "length" if at + size >= n else None
                 choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": piece, "finish_reason": end}
                 if body.get("logprobs") is not None:
@@ -86,7 +87,7 @@ class PacedServer:
         return await self._read(ids, min(common, len(ids) - 1) // CACHE_BLOCK * CACHE_BLOCK)
 
     async def _read(self, ids: list[int], cached: int) -> web.Response:
-        await asyncio.sleep(READ_S)
+        await asyncio.sleep(READ_S * self._slowdown)
         entries: list[Any] = [None]
         for place in range(cached + 1, len(ids)):
             found = {self._token(place): -0.02}
@@ -110,10 +111,10 @@ class PacedServer:
         return app
 
 
-def run_servers(ids: Sequence[int], addresses: Connection) -> None:
+def run_servers(ids: Sequence[int], addresses: Connection, slowdown: float = 1.0) -> None:
     async def run() -> None:
         for draft in (False, True):
-            runner = web.AppRunner(PacedServer(ids, draft).app())
+            runner = web.AppRunner(PacedServer(ids, draft, slowdown).app())
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
             await site.start()
@@ -124,13 +125,15 @@ def run_servers(ids: Sequence[int], addresses: Connection) -> None:
 
 
 @contextmanager
-def coordinator(workers: int, streams: int) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def coordinator(workers: int, streams: int, slowdown: float) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The process, and its addresses for requests and metrics."""
     from parse_infer.models.loading import load_served_model
 
     ids = load_served_model("zoo:target").tokenizer.encode(TEXT, add_special_tokens=False)
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    servers = multiprocessing.get_context("spawn").Process(target=run_servers, args=(ids, theirs), daemon=True)
+    servers = multiprocessing.get_context("spawn").Process(
+        target=run_servers, args=(ids, theirs, slowdown), daemon=True
+    )
     servers.start()
     target, draft = ours.recv(), ours.recv()
     limits = ["--parallel", str(streams), "--max-waiting", str(streams), "--workers", str(workers)]
@@ -193,8 +196,8 @@ def p99(before: dict[float, float], after: dict[float, float]) -> float:
     return next(bound for bound in sorted(counts) if counts[bound] >= 0.99 * max(counts.values()))
 
 
-def measure(streams: int, workers: int) -> str:
-    with coordinator(workers, streams) as (process, (url, metrics)):
+def measure(streams: int, workers: int, slowdown: float) -> str:
+    with coordinator(workers, streams, slowdown) as (process, (url, metrics)):
         ends: Counter[str] = Counter()
 
         async def run() -> tuple[float, float]:
@@ -220,6 +223,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("streams", type=int, nargs="*", default=[250, 500, 1000])
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--slowdown", type=float, default=1.0, help="Factor of the servers' times.")
     arguments = parser.parse_args()
     for each in arguments.streams:
-        print(measure(each, arguments.workers), flush=True)
+        print(measure(each, arguments.workers, arguments.slowdown), flush=True)
