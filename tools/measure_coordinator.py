@@ -1,8 +1,8 @@
-"""Measure a coordinator without models: `python -m tools.measure_coordinator [STREAMS …] [--workers N] [--slowdown F]`.
+"""Measure a coordinator without models: `python -m tools.measure_coordinator [STREAMS …]`.
 
-Starts `parse-infer serve` over servers that write a fixed text at the pace of a GPU, and reads answers over so many
-concurrent streams (default: 250, 500, 1000). Prints a row per number: CPU time per answer, answers per second of CPU
-time, and the delay of the event loop. The servers and the clients are two more processes: leave a core for each.
+Starts `parse-infer serve` over servers that write a fixed text at the pace of a GPU, and reads answers over this
+number of concurrent streams. Prints a row per number: CPU time per answer, answers per second of CPU time, and the
+delay of the event loop. The servers and the clients are two more processes: leave a core for each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRONG_EVERY = 24  # draft tokens
 DRAFT_CHUNK = 16  # tokens, as with --stream-interval 16
 DRAFT_TOKEN_S, TARGET_TOKEN_S, READ_S = 0.004, 0.015, 0.04
 CACHE_BLOCK, CACHE_KEY = 16, 48  # tokens
-WARM_S, MEASURE_S = 5.0, 20.0
+ANSWER_S = 2.5  # how long an answer takes, about
 
 
 class PacedServer:
@@ -150,11 +150,11 @@ def coordinator(workers: int, streams: int, slowdown: float) -> Iterator[tuple[s
         servers.terminate()
 
 
-async def load(url: str, streams: int, seconds: float, ends: Counter[str]) -> None:
-    """Keep so many streams open, and count how they end."""
+async def load(url: str, streams: int, begin_s: float, seconds: float, ends: Counter[str]) -> None:
+    """Open this number of streams within `begin_s`, keep as many open, and count how they end."""
 
     async def ask(session: aiohttp.ClientSession, number: int) -> None:
-        await asyncio.sleep(number / streams * WARM_S)
+        await asyncio.sleep(number / streams * begin_s)
         while True:
             message = {"role": "user", "content": f"{time.monotonic_ns()} {PROMPT}"}
             body = {"messages": [message], "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
@@ -197,31 +197,31 @@ def p99(before: dict[float, float], after: dict[float, float]) -> float:
 
 
 def measure(streams: int, workers: int, slowdown: float) -> str:
+    begin_s, measure_s = 2 * ANSWER_S * slowdown, max(20.0, 2 * ANSWER_S * slowdown)
     with coordinator(workers, streams, slowdown) as (process, (url, metrics)):
         ends: Counter[str] = Counter()
 
         async def run() -> tuple[float, float]:
-            whole = asyncio.create_task(load(url, streams, 2 * WARM_S + MEASURE_S, ends))
-            await asyncio.sleep(2 * WARM_S)
+            whole = asyncio.create_task(load(url, streams, begin_s, begin_s + measure_s, ends))
+            await asyncio.sleep(begin_s)
             before, cpu, lag = Counter(ends), cpu_seconds(process.pid), await asyncio.to_thread(lags, metrics)
-            await asyncio.sleep(MEASURE_S - 0.5)
+            await whole
             used, delay = cpu_seconds(process.pid) - cpu, p99(lag, await asyncio.to_thread(lags, metrics))
             ends.subtract(before)
-            await whole
             return used, delay
 
         used, delay = asyncio.run(run())
     answers = ends["answered"]
     return (
-        f"{streams:5} streams: {answers / MEASURE_S:6.1f} answers/s, {1000 * used / max(1, answers):6.1f} ms of CPU "
-        f"time an answer ({answers / used:.1f}/s a core), {used / MEASURE_S:.2f} cores busy, event loop at most "
+        f"{streams:5} streams: {answers / measure_s:6.1f} answers/s, {1000 * used / max(1, answers):6.1f} ms of CPU "
+        f"time an answer ({answers / used:.1f}/s a core), {used / measure_s:.2f} cores busy, event loop at most "
         f"{1000 * delay:g} ms late (p99), {ends['failed']} failed"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("streams", type=int, nargs="*", default=[250, 500, 1000])
+    parser.add_argument("streams", type=int, nargs="*", default=[100, 250])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--slowdown", type=float, default=1.0, help="Factor of the servers' times.")
     arguments = parser.parse_args()
