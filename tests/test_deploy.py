@@ -43,10 +43,15 @@ def kubernetes() -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
+def pods() -> dict[str, dict[str, Any]]:
+    """Pod specs in Kubernetes, by the name of their resource."""
+    templates = {name: one.get("spec", {}).get("template") for (_, name), one in kubernetes().items()}
+    return {name: template["spec"] for name, template in templates.items() if template is not None}
+
+
 def containers() -> dict[str, dict[str, Any]]:
     """What runs in Kubernetes, by role."""
-    pods = [one["spec"]["template"]["spec"] for one in kubernetes().values() if "template" in one.get("spec", {})]
-    return {container["name"]: container for pod in pods for container in pod["containers"]}
+    return {container["name"]: container for pod in pods().values() for container in pod["containers"]}
 
 
 def commands(where: str) -> dict[str, list[str]]:
@@ -81,9 +86,83 @@ def test_compose_is_valid_by_its_specification():
 def test_kubernetes_is_valid_by_its_schemas(version: str):
     from kubernetes_validate import validate
 
-    assert len(kubernetes()) == 8
+    assert len(kubernetes()) == 10
     for resource in kubernetes().values():
         assert validate(resource, version, strict=True) == version
+
+
+@pytest.mark.parametrize("name", ["parse-target", "parse-draft", "parse-coordinator"])
+def test_pods_pass_pod_security_restricted(name: str):
+    """The fields of https://kubernetes.io/docs/concepts/security/pod-security-standards (baseline and restricted)."""
+    pod = pods()[name]
+    assert len(pods()) == 3 and not {"hostNetwork", "hostPID", "hostIPC", "hostUsers"} & pod.keys()
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    assert {kind for volume in pod["volumes"] for kind in volume.keys() - {"name"}} <= allowed
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] is True and security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    forbidden = {"seLinuxOptions", "windowsOptions", "appArmorProfile", "sysctls", "procMount", "privileged"}
+    assert not forbidden & security.keys()
+    assert "ephemeralContainers" not in pod
+    for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+        overrides = forbidden | {"runAsUser", "runAsNonRoot", "seccompProfile"}
+        assert not overrides & own.keys(), "the pod's hold"
+        assert not any("hostPort" in port or "hostIP" in port for port in container.get("ports", ()))
+        hooks = [container.get(f"{probe}Probe", {}) for probe in ("startup", "readiness", "liveness")]
+        hooks += container.get("lifecycle", {}).values()
+        assert not any("host" in hook.get(kind, {}) for hook in hooks for kind in ("httpGet", "tcpSocket"))
+
+
+def test_pods_write_to_volumes_only():
+    for name, pod in pods().items():
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        (container,) = pod["containers"]
+        writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        assert writable == {"/models", "/tmp"} and {"name": "tmp", "emptyDir": {}} in pod["volumes"]
+        if name != "parse-coordinator":
+            variables = {one["name"]: one["value"] for one in container["env"]}
+            assert variables == {"HOME": "/tmp", "VLLM_CACHE_ROOT": "/models/vllm"}
+    assert "ENV HF_HOME=/models" in (DEPLOY / "Dockerfile").read_text()
+    for role in ("target", "draft"):
+        (claim,) = kubernetes()["StatefulSet", f"parse-{role}"]["spec"]["volumeClaimTemplates"]
+        assert claim["metadata"]["name"] == "models"
+    volume = next(one for one in pods()["parse-coordinator"]["volumes"] if one["name"] == "models")
+    claim = kubernetes()["PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "two coordinators mount it"
+
+
+def test_a_drain_or_a_node_takes_no_role_as_a_whole():
+    budget = kubernetes()["PodDisruptionBudget", "parse"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert set(budget["selector"]["matchExpressions"][0]["values"]) == set(pods())
+    (spread,) = pods()["parse-coordinator"]["topologySpreadConstraints"]
+    labels = kubernetes()["Deployment", "parse-coordinator"]["spec"]["selector"]
+    assert spread["labelSelector"] == labels and spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_the_service_monitor_finds_the_coordinators_metrics():
+    """A custom resource: kubernetes-validate knows no schema of it."""
+    monitor = yaml.safe_load((DEPLOY / "servicemonitor.yaml").read_text())
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
+    assert monitor["spec"].keys() == {"selector", "endpoints"}, "both are required"
+    service = kubernetes()["Service", "parse-coordinator"]
+    assert monitor["spec"]["selector"] == {"matchLabels": service["metadata"]["labels"]}
+    (endpoint,) = monitor["spec"]["endpoints"]
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    assert endpoint["path"] == "/metrics"
+    assert ports[endpoint["port"]] == served(commands("kubernetes")["coordinator"])["metrics_port"]
 
 
 @pytest.mark.parametrize("where", ["compose", "embedded", "kubernetes"])
@@ -123,32 +202,31 @@ def test_pods_find_each_other():
     coordinator = served(found["coordinator"])
     for role in ("target", "draft", "coordinator"):
         kind = "Deployment" if role == "coordinator" else "StatefulSet"
-        pods, service = resources[kind, f"parse-{role}"]["spec"], resources["Service", f"parse-{role}"]["spec"]
-        labels = pods["template"]["metadata"]["labels"]
-        assert pods["replicas"] > 1 and labels == service["selector"] == pods["selector"]["matchLabels"]
-        assert "--port=8000" in found[role] and service["ports"] == [{"name": "http", "port": 8000}]
+        owner, service = resources[kind, f"parse-{role}"]["spec"], resources["Service", f"parse-{role}"]["spec"]
+        labels = owner["template"]["metadata"]["labels"]
+        assert owner["replicas"] > 1 and labels == service["selector"] == owner["selector"]["matchLabels"]
+        assert "--port=8000" in found[role] and service["ports"][0] == {"name": "http", "port": 8000}
         if role != "coordinator":
-            assert pods["serviceName"] == f"parse-{role}" and service["clusterIP"] == "None"
+            assert owner["serviceName"] == f"parse-{role}" and service["clusterIP"] == "None"
             assert coordinator[f"{role}_url"] == [f"dns+http://parse-{role}:8000"]
     policy = resources["NetworkPolicy", "parse-servers"]["spec"]
     assert policy["podSelector"]["matchExpressions"][0]["values"] == ["parse-target", "parse-draft"]
 
 
 def test_pods_are_watched_limited_and_given_their_key():
-    pods = kubernetes()["Deployment", "parse-coordinator"]["spec"]["template"]["spec"]
     coordinator = containers()["coordinator"]
     pause = int(coordinator["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = served(commands("kubernetes")["coordinator"])["grace"]
-    assert pods["terminationGracePeriodSeconds"] > pause + grace + 2
+    assert pods()["parse-coordinator"]["terminationGracePeriodSeconds"] > pause + grace + 2
     assert coordinator["env"][0]["name"] == "PARSE_API_KEY" and "secretKeyRef" in coordinator["env"][0]["valueFrom"]
     for role, container in containers().items():
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             path = "/ready" if (role, probe) == ("coordinator", "readinessProbe") else "/health"
             assert container[probe]["httpGet"] == {"path": path, "port": "http"} and path in OPEN
-        assert container["ports"] == [{"name": "http", "containerPort": 8000}]
+        assert container["ports"][0] == {"name": "http", "containerPort": 8000}
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "coordinator")
-    mounts = {mount["name"]: mount["mountPath"] for mount in containers()["coordinator"]["volumeMounts"]}
-    assert mounts["adapter"] == kubernetes()["ConfigMap", "parse"]["data"]["ADAPTER"]
+    mounts = {mount["mountPath"] for mount in containers()["coordinator"]["volumeMounts"]}
+    assert kubernetes()["ConfigMap", "parse"]["data"]["ADAPTER"] in mounts
 
 
 def test_images_are_those_of_the_dockerfile():
@@ -159,6 +237,15 @@ def test_images_are_those_of_the_dockerfile():
             assert service["image"] == f"parse-{service['build']['target']}:{PROJECT['version']}"
     images = {role: container["image"] for role, container in containers().items()}
     assert images == {role: service["image"] for role, service in compose({}).items()}
+
+
+def test_images_are_pinned_and_the_coordinators_torch_is_for_cpus():
+    stages = re.split(r"^FROM ", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    assert re.match(r"python:\d+\.\d+\.\d+-slim-\w+(@sha256:[0-9a-f]{64})? AS base\n", stages[0])
+    for stage in stages:
+        name = re.match(r"\S+ AS (\S+)", stage)[1]
+        for_cpus = "ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in stage
+        assert for_cpus == (name in ("coordinator", "server-cpu"))
 
 
 def test_images_install_what_the_makefile_tests():

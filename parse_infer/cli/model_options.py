@@ -81,12 +81,14 @@ class ModelOptions:
         list[str] | None,
         typer.Option(
             help="Target server (vLLM, SGLang) for --backend vllm; repeatable. dns+http://NAME:PORT or file:PATH: "
-            "servers that come and go. Default: start one."
+            "servers that come and go. Default: start one, except for `serve`."
         ),
     ] = None
     draft_url: Annotated[
         list[str] | None,
-        typer.Option(help="Draft server for --backend vllm: any with OpenAI's API; repeatable. Default: start one."),
+        typer.Option(
+            help="Draft server for --backend vllm: any with OpenAI's API; repeatable. Default: as for --target-url."
+        ),
     ] = None
     local_draft: Annotated[
         bool | None,
@@ -161,10 +163,12 @@ class ModelOptions:
         target_options: dict[str, Any] | None = None,
         expected: GenerationSettings | None = None,
         promised: bool = False,
+        start_servers: bool = True,
     ) -> ParseEngine:
-        """Load the named or needed models; --backend vllm starts a server for each model without address.
+        """Load the named or needed models.
 
         Args:
+            start_servers: with --backend vllm start a server for each model without address; False: refuse.
             target_options: extra vLLM options for a target server that this starts.
             expected: settings of the future requests.
             promised: `with_promise` gave the settings, so the calibration must fit the models.
@@ -183,7 +187,11 @@ class ModelOptions:
             "thinking_marks": self.thinking_marks,
         }
         if served:
-            options |= self._server_options() | {"target_options": target_options, "expected": expected}
+            options |= self._server_options() | {
+                "target_options": target_options,
+                "expected": expected,
+                "start_servers": start_servers,
+            }
             options |= {} if needs_draft else {"draft_url": ()}
         else:
             check_dtype(self.dtype)

@@ -47,8 +47,16 @@ def _streams(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model, "description": "The answer, or its chunks with stream: true.", "content": events}}
 
 
-def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Traces | None = None) -> FastAPI:
+def create_app(
+    runner: Runner,
+    settings: ApiSettings | None = None,
+    traces: Traces | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
     """Build the OpenAI-compatible API, metrics and demo page of one runner.
+
+    Args:
+        metrics: new ones, which something else may serve too; None: those of this application alone.
 
     Raises:
         ValueError: the calibration does not prove the risk, an audit has no calibration, or the target of
@@ -56,7 +64,7 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
     """
-    settings, metrics, started = settings or ApiSettings(), Metrics(), int(time.time())
+    settings, metrics, started = settings or ApiSettings(), metrics or Metrics(), int(time.time())
     limits, risk_settings = settings.limits, settings.risk_settings
     queue = AdmissionQueue(limits, runner.parallel)
     if settings.strict_answer and not runner.thinks:
@@ -79,17 +87,18 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
         responses=_ERRORS,
     )
     app.state.queue, app.state.metrics = queue, metrics
-    app.add_middleware(RequestMiddleware, keys=settings.keys, body_bytes=limits.body_bytes, metrics=metrics)
+    own: dict[str, Any] = {} if traces is None else {"trace_headers": traces.headers}
+    app.add_middleware(RequestMiddleware, keys=settings.keys, body_bytes=limits.body_bytes, metrics=metrics, **own)
     app.add_exception_handler(ApiError, errors.answer_api_error)
     app.add_exception_handler(HTTPException, errors.answer_http_error)
     app.add_exception_handler(RequestValidationError, errors.answer_invalid_body)
     metrics.watch("parse_answers_running", "Answers in progress.", lambda: runner.running)
     metrics.watch("parse_answers_waiting", "Queued answers.", lambda: max(0, queue.answers - runner.running))
     metrics.watch("parse_parallel", "Largest number of concurrent answers.", lambda: runner.parallel)
-    metrics.watch_upstream(lambda: runner.upstream)
+    metrics.watch_pools(runner.pools)
     for name, (text, value) in runner.gauges.items():
-        metrics.watch(name, text, value)
-    metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after)
+        metrics.watch(name, text, value, "livemin")
+    metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after, "livemax")
 
     if runner.relays:
         app.router.route_class = passing_route(handler.relay)
@@ -150,9 +159,11 @@ def create_app(runner: Runner, settings: ApiSettings | None = None, traces: Trac
         async def other(request: Request) -> Response:
             return handler.relay(await other_request(request))
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    if settings.metrics:
+
+        @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+        async def prometheus() -> Response:
+            return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     for path, name in (("/", "page.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
         app.add_api_route(path, page_file(name), include_in_schema=False)

@@ -5,39 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import operator
 import random
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from parse_infer.errors import ParseError
 from parse_infer.request.events import Done
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.runner import Runner
+from parse_infer.serve.settings import RiskSettings
 from parse_infer.settings.acceptance import check_share
-from parse_infer.settings.generation import GenerationSettings
 
 log = logging.getLogger("parse_infer.serve")
 _ALTERNATIVES = 8  # larger rates; each halves the distance to 1
-
-
-@dataclass(frozen=True)
-class RiskSettings:
-    """The default risk of a server, and its audit rate."""
-
-    risk: float | None = None
-    """Default risk of requests that the calibration covers."""
-    audit: float = 0.0
-    """Share of the answers under a risk promise that are compared with the target's own."""
-    same: Callable[[str, str], bool] = operator.eq
-    """Whether two texts give the same final answer."""
-
-    @property
-    def expected(self) -> GenerationSettings:
-        """Settings of a request with all defaults and no token limit."""
-        return GenerationSettings(1 << 31, risk=self.risk)
 
 
 class DriftTest:

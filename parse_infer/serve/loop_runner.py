@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from parse_infer.backends.pool import client
+from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.backends.servers.backend import ServerBackend
@@ -58,12 +58,8 @@ class LoopRunner(Runner):
         return gauges
 
     @property
-    def upstream(self) -> Mapping[tuple[str, str, str], int]:
-        return {
-            (role, _without_credentials(url), outcome): n
-            for role, servers in self._backend.servers.items()
-            for (url, outcome), n in servers.outcomes.items()
-        }
+    def pools(self) -> Mapping[str, ReplicaPool]:
+        return self._backend.servers
 
     def check_calibration(self) -> None:
         self._engine.check_calibration()
@@ -130,7 +126,3 @@ def _server_errors() -> Iterator[None]:
         message = f"{reason}: try again in {wait_s} s"
         headers = {"Retry-After": str(wait_s)}
         raise ApiError(503, message, "target_unavailable", headers=headers) from error
-
-
-def _without_credentials(url: str) -> str:
-    return urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from parse_infer.request.events import Done, Drafted, Verified
 from parse_infer.request.output import Generation
 from parse_infer.serve.api_keys import caller
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.runner import InvalidRequest, Moment
+from parse_infer.serve.upstream_metrics import UpstreamMetrics
+from parse_infer.serve.worker_metrics import of_all_workers
+
+if TYPE_CHECKING:
+    from parse_infer.backends.pool.replicas import ReplicaPool  # needs an optional extra
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_SHARES = tuple(i / 20 for i in range(1, 21))
+_RATIOS = tuple(i / 20 for i in range(1, 21))
 
 
 class Metrics:
-    """Metrics of one server, in its own registry."""
+    """Metrics of one process, in its own registry.
+
+    Gauges of several workers are combined as their `multiprocess_mode` says.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self._watched: list[tuple[Gauge, Callable[[], float]]] = []
+        self._upstream: UpstreamMetrics | None = None
         ProcessCollector(registry=registry)
         self.requests = Counter("parse_requests", "HTTP requests.", ["path", "status"], registry=registry)
         self.request_s = Histogram(
@@ -52,8 +61,10 @@ class Metrics:
         self.fallbacks = Counter(
             "parse_fallbacks", "Answers by the target without the requested draft.", ["reason"], registry=registry
         )
-        self.kept = Histogram("parse_acceptance", "Accepted share of drafts.", buckets=_SHARES, registry=registry)
-        self.validity = Histogram("parse_validity", "Validity at the cuts.", buckets=_SHARES, registry=registry)
+        self.kept = Histogram(
+            "parse_acceptance_ratio", "Accepted share of drafts.", buckets=_RATIOS, registry=registry
+        )
+        self.validity = Histogram("parse_validity_ratio", "Validity at the cuts.", buckets=_RATIOS, registry=registry)
         self.forwards = Counter("parse_forwards", "Forwards of the models.", ["model"], registry=registry)
         self.pass_s = Histogram(
             "parse_verification_pass_seconds", "Duration of verification passes.", buckets=_SHORT, registry=registry
@@ -72,20 +83,47 @@ class Metrics:
             "parse_audited", "Answers compared with the target's own.", ["risk", "result"], registry=registry
         )
         self.evidence = Gauge(
-            "parse_promise_evidence", "Evidence against the promise; 1 at the start.", ["risk"], registry=registry
+            "parse_promise_evidence",
+            "Evidence against the promise; 1 at the start.",
+            ["risk"],
+            registry=registry,
+            multiprocess_mode="max",
         )
         self.implausible = Gauge(
-            "parse_promise_implausible", "1: answers differ more often than promised.", ["risk"], registry=registry
+            "parse_promise_implausible",
+            "1: answers differ more often than promised.",
+            ["risk"],
+            registry=registry,
+            multiprocess_mode="max",
         )
         self.answer_s = Histogram("parse_answer_seconds", "Time to write an answer.", buckets=_LONG, registry=registry)
 
-    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Register a gauge whose value is read on each scrape."""
-        Gauge(name, text, registry=self.registry).set_function(value)
+    def watch(
+        self,
+        name: str,
+        text: str,
+        value: Callable[[], float],
+        multiprocess_mode: Literal["livesum", "livemin", "livemax"] = "livesum",
+    ) -> None:
+        """Register a gauge whose value `refresh` reads."""
+        gauge = Gauge(name, text, registry=self.registry, multiprocess_mode=multiprocess_mode)
+        self._watched.append((gauge, value))
 
-    def watch_upstream(self, counts: Callable[[], Mapping[tuple[str, str, str], int]]) -> None:
-        """Register `parse_upstream_requests_total`, read on each scrape, by role, server and outcome."""
-        self.registry.register(_UpstreamRequests(counts))
+    def watch_pools(self, pools: Mapping[str, ReplicaPool]) -> None:
+        """Register the metrics of the models' servers."""
+        self._upstream = UpstreamMetrics(self.registry, pools)
+
+    def refresh(self) -> None:
+        """Read the watched values. A scrape may come in another thread or process, so a timer calls this too."""
+        for gauge, value in self._watched:
+            gauge.set(value())
+        if self._upstream is not None:
+            self._upstream.refresh()
+
+    def tick(self, lag_s: float) -> None:
+        """Note the delay of a timer, and refresh."""
+        self.loop_lag_s.observe(lag_s)
+        self.refresh()
 
     def count_client(self, answers: int = 1) -> None:
         """Count answers of the current request's client, if its key has a name."""
@@ -96,19 +134,8 @@ class Metrics:
         return Meter(self, choice)
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
-
-
-class _UpstreamRequests(Collector):
-    def __init__(self, counts: Callable[[], Mapping[tuple[str, str, str], int]]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("role", "server", "outcome")
-        family = CounterMetricFamily("parse_upstream_requests", "Requests to the models' servers.", labels=labels)
-        for values, n in self._counts().items():
-            family.add_metric(values, n)
-        yield family
+        self.refresh()
+        return generate_latest(of_all_workers() or self.registry)
 
 
 class Meter:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parse_infer.backends.pool.origin import REQUEST_ID, TRACE, origin
 from parse_infer.serve.api_keys import ANYONE, ApiKeys, Caller, caller
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.logs import request_id
@@ -24,13 +25,26 @@ _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body befor
 
 
 class RequestMiddleware:
-    """Middleware around the whole application."""
+    """Middleware around the whole application.
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, body_bytes: int, metrics: Metrics) -> None:
+    Args:
+        trace_headers: returns the trace headers of the current span; None: those of the client go on to servers.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        body_bytes: int,
+        metrics: Metrics,
+        trace_headers: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._body_bytes = body_bytes
         self._metrics = metrics
+        self._trace_headers = trace_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +65,7 @@ class RequestMiddleware:
 
         try:
             headers = Headers(scope=scope)
+            origin.set({REQUEST_ID: number, **self._trace(headers)})
             if not self._authorized(scope["path"], headers):
                 message = "this server needs an API key in the header Authorization: Bearer …"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -77,6 +92,11 @@ class RequestMiddleware:
                 "seconds": round(seconds, 4),
             }
             log.info("request", extra={"fields": fields})
+
+    def _trace(self, headers: Headers) -> Mapping[str, str]:
+        if self._trace_headers is not None:
+            return self._trace_headers()
+        return {name: headers[name] for name in TRACE if name in headers}
 
     def _authorized(self, path: str, headers: Headers) -> bool:
         """Whether the request may be answered; `caller` then has its client."""

@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
+from parse_infer.backends.pool.origin import REQUEST_ID
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unsupported_field
@@ -29,12 +30,13 @@ from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.response import LAST_WRITE_S, event_line
 from parse_infer.serve.runner import Runner
+from parse_infer.serve.span_attributes import request_attributes
 
 log = logging.getLogger("parse_infer.serve")
 OTHER = "/v1/{path:path}"
 _PATH = re.compile(r"/v1(/\w[\w.-]*)+", re.ASCII)  # no "..", which would lead out of /v1
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_HEADERS = ("accept", "content-type", "traceparent", "tracestate")
+_HEADERS = ("accept", "content-type")
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -43,7 +45,7 @@ class PassedRequest:
     """A request for the target's server.
 
     Attributes:
-        headers: those that concern the content and its tracing.
+        headers: those that concern the content.
         fields: the JSON object in `body`; None: it has another content.
         because: the field that only the target's server supports, or the route. A log has the part before a colon,
             which nobody but us has written.
@@ -64,6 +66,11 @@ class PassedRequest:
     @property
     def model(self) -> object:
         return (self.fields or {}).get("model")
+
+    @property
+    def served_name(self) -> str | None:
+        """The model's name, once it is known to be that of this server."""
+        return self.model if isinstance(self.model, str) else None
 
     @property
     def answers(self) -> int:
@@ -155,8 +162,11 @@ async def pass_through(
                 "adaptive": False,
                 "because": request.because.partition(":")[0],
             }
+            if (upstream_id := response.upstream_id) is not None:
+                fields["upstream_id"] = upstream_id
             log.info("answered", extra={"fields": fields})
-            note(fields)
+            own = request_attributes(request.path, request.served_name, request.streams, request.answers)
+            note(fields | own)
             await response.end()  # last, so that a client that has all of it finds it counted
     except ApiError as error:
         if response.head is None or not response.head.is_event_stream:
@@ -171,6 +181,13 @@ class _PassedResponse:
         self.head: ResponseHead | None = None
         self._send, self._because = send, because
         self._held = b""
+
+    @property
+    def upstream_id(self) -> str | None:
+        """The server's own id of the request, if it reports one."""
+        headers = {} if self.head is None else dict(self.head.headers)
+        found = headers.get(REQUEST_ID.encode())
+        return None if found is None else found.decode("latin-1")[:100]
 
     async def write(self, pieces: AsyncGenerator[ResponseHead | bytes, None]) -> None:
         async with aclosing(pieces):

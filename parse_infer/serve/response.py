@@ -20,6 +20,7 @@ from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.event_stream import ChoiceEvent
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.protocol.fields import AnswerBody
+from parse_infer.serve.span_attributes import answer_attributes, request_attributes
 
 log = logging.getLogger("parse_infer.serve")
 Answers = AsyncGenerator[ChoiceEvent, None]
@@ -62,6 +63,7 @@ class Shape(Protocol):
 
     prefix: str
     chunk_object: str
+    path: str
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """First entry of a choice in a stream, if the API has one."""
@@ -109,6 +111,7 @@ class AnswerWriter:
         self._note = note
         self._per_prompt = body.choices
         self._alone = body.alone
+        self._streams = bool(body.stream)
         self._include_usage = options is not None and bool(options.include_usage)
         self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
         self._include_events = body.parse is not None and body.parse.events
@@ -196,7 +199,8 @@ class AnswerWriter:
             ),
         }
         log.info("answered", extra={"fields": fields})
-        self._note(fields)
+        own = request_attributes(self._shape.path, self._model, self._streams, self._per_prompt)
+        self._note(fields | own | answer_attributes(self._name, self._model, choices, usage))
 
 
 def event_line(value: object) -> bytes:

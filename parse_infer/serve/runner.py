@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.calibration.schema import Calibration
@@ -19,6 +19,9 @@ from parse_infer.text.chat_template import reads_option
 from parse_infer.text.prompts import Chat, Prompt, RenderedPrompt, Verbatim
 from parse_infer.text.thinking import Thinking
 from parse_infer.text.tokenizer_spec import TokenizerSpec, reads_alike
+
+if TYPE_CHECKING:
+    from parse_infer.backends.pool.replicas import ReplicaPool  # needs an optional extra
 
 Result = TypeVar("Result")
 LONG_TEXT = 1 << 16  # characters
@@ -122,8 +125,8 @@ class Runner(ABC):
         return {}
 
     @property
-    def upstream(self) -> Mapping[tuple[str, str, str], int]:
-        """Number of requests to the models' servers by role, server and outcome."""
+    def pools(self) -> Mapping[str, ReplicaPool]:
+        """The replicas of each model that runs on servers, by role."""
         return {}
 
     @abstractmethod

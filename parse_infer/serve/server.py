@@ -91,9 +91,13 @@ async def measure_lag(observe: Callable[[float], None]) -> None:
 
 
 class ApiServer(uvicorn.Server):
-    """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period."""
+    """Serves `app` until a signal. Accepted requests then complete, or get an error after the grace period.
 
-    def __init__(self, app: FastAPI, limits: Limits) -> None:
+    Args:
+        on_start: called once the server answers.
+    """
+
+    def __init__(self, app: FastAPI, limits: Limits, on_start: Callable[[], None] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -109,6 +113,7 @@ class ApiServer(uvicorn.Server):
         )
         self._queue, self._metrics = app.state.queue, app.state.metrics
         self._limits = limits
+        self._on_start = on_start
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -120,9 +125,10 @@ class ApiServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         freeze_heap()
         stuck = close_stuck(self.server_state.connections, self._limits.send_s)
-        lag = measure_lag(self._metrics.loop_lag_s.observe)
+        lag = measure_lag(self._metrics.tick)
         self._watching = [asyncio.create_task(work) for work in (stuck, lag)]
         await super().startup(sockets)
+        self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._queue.close()

@@ -12,12 +12,13 @@ from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
 from opentelemetry.trace import get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 QUIET = "health,metrics"  # polled every few seconds
 
 
 class Traces:
-    """Reports requests as spans; `note` adds the numbers of the log, never text.
+    """Reports requests as spans; `note` adds the numbers of the log and `gen_ai.*` attributes, never text.
 
     Args:
         processor: span processor; default: OTLP over HTTP in the background, configured by OpenTelemetry's
@@ -35,7 +36,15 @@ class Traces:
         )
 
     def note(self, fields: Mapping[str, Any]) -> None:
-        get_current_span().set_attributes({f"parse.{name}": value for name, value in fields.items()})
+        """Set attributes: names without a dot are PARSE's own."""
+        named = {name if "." in name else f"parse.{name}": value for name, value in fields.items()}
+        get_current_span().set_attributes(named)
+
+    def headers(self) -> dict[str, str]:
+        """Trace headers by which a server's spans become children of the current one."""
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers)
+        return headers
 
     def close(self) -> None:
         """Send the remaining spans."""

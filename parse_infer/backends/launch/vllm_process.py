@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,12 @@ def command(role: str, options: Mapping[str, Any]) -> Sequence[str]:
     model = [str(options["model"])] if "model" in options else []
     rest = {name: value for name, value in {**own, **options}.items() if name != "model"}
     return [*(["nice", "-n", "5"] if yields else []), *_server_program(), *model, *arguments(rest)]
+
+
+def shell_command(options: Mapping[str, Any], port: int) -> str:
+    """The command by which a user starts such a server."""
+    rest = {name: value for name, value in options.items() if name != "model"}
+    return shlex.join(["vllm", "serve", str(options["model"]), *arguments({**rest, "port": port})])
 
 
 def _server_program() -> list[str]:

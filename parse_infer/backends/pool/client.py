@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from parse_infer.backends.pool.origin import origin_headers
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retry_after import read_retry_after
 from parse_infer.backends.pool.server_sent_events import event_data
@@ -232,7 +233,7 @@ class _Response:
     ) -> None:
         data = json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body
         self._passed, self._ours = isinstance(body, bytes), urlsplit(url).path.endswith(_ROUTES)
-        own = {} if body is None else {"content-type": "application/json"}
+        own = {} if body is None else {"content-type": "application/json", **origin_headers()}
         self._request = session.request(method, url, data=data, headers=own | {**headers}, allow_redirects=False)
         self._url, self._key_hint = url, key_hint
         self._response: aiohttp.ClientResponse | None = None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 
 from parse_infer.backends.pool.circuit import Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
@@ -60,6 +61,7 @@ class HealthChecks:
         role: "target" or "draft", for messages.
         identify: raises ValueError if a server serves a wrong model.
         examine: checks a new or recovered server thoroughly; raises ValueError likewise.
+        report: called with each server that becomes unhealthy.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class HealthChecks:
         client: Client,
         identify: Callable[[Replica], Awaitable[None]],
         examine: Callable[[Replica], Awaitable[None]],
+        report: Callable[[Replica], None] = lambda server: None,
     ) -> None:
         self._role, self._members, self._client = role, members, client
-        self._identify, self._examine = identify, examine
+        self._identify, self._examine, self._report = identify, examine, report
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._back = asyncio.Event()
@@ -86,11 +89,12 @@ class HealthChecks:
         for server in self._members:
             server.check = None
             server.waits.clear()
-            self._watching[server] = loop.create_task(self._watch(server))
+            self.add(server)
 
     def add(self, server: Replica) -> None:
         """Check a new server, in the event loop of the checks."""
-        self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server))
+        # In a context of its own: a request may be the cause, but the checks are not its own.
+        self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server), context=Context())
 
     def remove(self, server: Replica) -> None:
         """Check a server no longer."""
@@ -127,6 +131,7 @@ class HealthChecks:
         server.last_error, server.examined = last_error, False
         if server.healthy:
             server.healthy = False
+            self._report(server)
             log.warning("the %s server %s is unhealthy: %s", self._role, server.url, last_error)
             if server in self._watching:  # and has not gone; its task may sleep longer
                 self._stop_watching(server)

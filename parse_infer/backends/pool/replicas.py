@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from parse_infer.backends.pool.client import Client, RequestRejected, TransientS
 from parse_infer.backends.pool.discovery import Discovery, resolve
 from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
+from parse_infer.backends.pool.observer import PoolObserver
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
@@ -60,8 +60,7 @@ class ReplicaPool:
         identity: model and adapter of the replicas.
         fields: extra fields of every request.
         examine: checks a new or recovered replica thoroughly; raises ValueError if the replica must not be used.
-        outcomes: number of requests by address and outcome: "ok", "rejected" (as invalid), "refused" (other statuses
-            from 300 to 499), "rate_limited", "timed_out", "failed" or "cancelled".
+        observer: takes reports about requests and replicas.
     """
 
     def __init__(
@@ -83,14 +82,16 @@ class ReplicaPool:
         self.members = [Replica(url, Circuit(clock)) for url in resolve(urls)]
         if not self.members:
             raise ServerError(f"{' and '.join(urls)} names no {role} server")
-        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.observer = PoolObserver()
         self.identity = identity or Identity(role, client)
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._attempts, self._back_off_s, self._clock = attempts, back_off_s, clock
-        self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
+        self._health = HealthChecks(
+            role, self.members, client, self.identity.check, self._examine, self._report_unhealthy
+        )
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
         self._discovery = Discovery(role, urls, self._set_members)
 
@@ -280,6 +281,9 @@ class ReplicaPool:
     async def _examine(self, server: Replica) -> None:
         await self.examine(server)  # looks the attribute up at each call
 
+    def _report_unhealthy(self, server: Replica) -> None:
+        self.observer.ejected(server.url, "unhealthy")
+
     def _with_common_fields(self, body: dict[str, Any], lease: Lease | None = None) -> dict[str, Any]:
         own = {} if lease is None or lease.cache_salt is None else {"cache_salt": lease.cache_salt}
         return {"model": self.model} | body | self.fields | own
@@ -314,7 +318,9 @@ class ReplicaPool:
     async def _attempt(self, server: Replica, tried: FailedAttempts) -> AsyncIterator[Attempt]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
-        attempt = Attempt(server, tried.optional)
+        attempt = Attempt(server, tried.optional, self._clock())
+        if tried.failed:
+            self.observer.retried(server.url)
         try:
             yield attempt
             self._end(attempt, "ok")
@@ -351,7 +357,7 @@ class ReplicaPool:
             return
         attempt.ended = True
         server, circuit, was_open = attempt.server, attempt.server.circuit, attempt.server.circuit.is_open
-        self.outcomes[server.url, outcome] += 1
+        self.observer.ended(server.url, outcome, self._clock() - attempt.begun_at)
         if outcome in ("ok", "rejected"):
             circuit.succeed(attempt.begun)
             if was_open and not circuit.is_open:
@@ -359,6 +365,7 @@ class ReplicaPool:
         elif outcome == "cancelled" or (outcome == "failed" and attempt.optional and attempt.answered):
             circuit.leave(attempt.begun)  # the beginning of a draft is of use
         elif circuit.fail(attempt.begun, 1 if attempt.optional else FAILURES, rest_s):
+            self.observer.ejected(server.url, "failing")
             log.warning(
                 "the %s server %s is out for %.0f s after failed requests: %s",
                 *(self.role, server.url, circuit.pause_s, server.last_error),

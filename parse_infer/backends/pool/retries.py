@@ -59,12 +59,13 @@ class Attempt:
     Attributes:
         optional: see `Lease`.
         begun: state of the server's circuit at the beginning.
+        begun_at: time of the beginning, by the pool's clock.
         answered: the server has sent a piece of its stream.
         ended: its outcome is counted.
     """
 
-    def __init__(self, server: Replica, optional: bool) -> None:
-        self.server, self.optional = server, optional
+    def __init__(self, server: Replica, optional: bool, begun_at: float) -> None:
+        self.server, self.optional, self.begun_at = server, optional, begun_at
         self.begun = server.circuit.begin()
         self.answered = self.ended = False
 

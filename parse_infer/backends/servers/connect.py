@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from parse_infer.backends.launch.supervisor import READY_S, Supervisor
-from parse_infer.backends.launch.vllm_process import CACHED_READS, draft_server, launch, plain_options, stock_options
+from parse_infer.backends.launch.vllm_process import (
+    CACHED_READS,
+    draft_server,
+    launch,
+    plain_options,
+    shell_command,
+    stock_options,
+)
 from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.replicas import PATIENCE_S, ReplicaPool
@@ -113,6 +120,8 @@ def find_parts(
         check_servable(options.expected, promises, exact=isinstance(judge, LogprobReads))
         resolve_risk(options.expected, promises)
     missing = _servers_to_start(target, draft, drafting, judge, options)
+    if missing and not options.start_servers:
+        raise SettingsError(_commands(missing))
     keys = {"target": api_key, "draft": draft_api_key}
     processes = launch(missing, options.on_progress, keys) if missing else None
     targets, drafts = _replicas(options, processes, keys, served_draft)
@@ -194,6 +203,17 @@ def _servers_to_start(
     if draft is not None and not options.draft_urls and not isinstance(drafting, LanguageModel):
         missing["draft"] = draft_server(draft) | dict(options.draft_options or {})
     return missing
+
+
+def _commands(missing: Mapping[str, Mapping[str, Any]]) -> str:
+    """How to start the missing servers, in one sentence."""
+    ports = {"target": 8001, "draft": 8002}
+    parts = [
+        f"start the {role}'s server with `{shell_command(options, ports[role])}` and give "
+        f"--{role}-url http://127.0.0.1:{ports[role]}"
+        for role, options in missing.items()
+    ]
+    return f"no address of {' and '.join(missing)} was given: {'; '.join(parts)}"
 
 
 def _replicas(

@@ -40,6 +40,8 @@ class ServerOptions(BackendOptions):
     patience_s: float | None = None
     """How long a request waits while no replica is healthy. None: 2 minutes; for started servers, the time that a
     restart may take."""
+    start_servers: bool = True
+    """Start a server for each model that needs one and has no address; False: refuse, and name the command."""
     local_draft: bool | None = None
     """Run the draft model in this process. None: if the draft has no address and no options, is a folder with at most
     32 MiB of weights, and there is no GPU."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging.config
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +16,11 @@ from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
 from parse_infer.cli.setting_options import option_of
 from parse_infer.errors import ParseError
+
+if TYPE_CHECKING:
+    from parse_infer.serve.metrics import Metrics
+    from parse_infer.serve.runner import Runner
+    from parse_infer.serve.settings import ApiSettings
 
 
 @with_models()
@@ -54,6 +64,18 @@ def serve(
         bool, typer.Option("--trace", help="Send OpenTelemetry spans to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, in MB.")] = 4.0,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that answer on the port; more than 1 needs --target-url and --draft-url. --parallel, "
+            "--max-waiting, --audit and what adaptive and block lengths learn are each worker's own.",
+        ),
+    ] = 1,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of /metrics, without a key; default: --port, with the key."),
+    ] = None,
 ) -> None:
     """Serve OpenAI's API, Prometheus metrics and a demo page.
 
@@ -68,49 +90,92 @@ def serve(
     api_key = None if api_key is None else api_key.strip()  # secret files end with a line break
     if api_key is not None and not (api_key and api_key.isascii()):
         raise ParseError("--api-key must be non-empty ASCII text, or be left out")
+    if workers > 1 and not (models.served and models.target_url and models.draft_url and not models.local_draft):
+        raise ParseError(
+            f"--workers {workers} needs --backend vllm, --target-url and --draft-url: each process would load its own "
+            "models"
+        )
     from data_tools.tasks.checkers import same_answer
     from parse_infer.serve.admission import Limits
     from parse_infer.serve.api_keys import ApiKeys
-    from parse_infer.serve.app import create_app
-    from parse_infer.serve.audit import RiskSettings
-    from parse_infer.serve.runner import Runner
-    from parse_infer.serve.server import ApiServer, listen
-    from parse_infer.serve.settings import ApiSettings
-    from parse_infer.serve.thread_runner import ThreadRunner
+    from parse_infer.serve.logs import log_settings
+    from parse_infer.serve.server import listen
+    from parse_infer.serve.settings import ApiSettings, RiskSettings
+    from parse_infer.serve.worker_metrics import forget_worker, open_metrics_port, shared_metrics
+    from parse_infer.serve.workers import Workers
 
     keys, risk_settings = ApiKeys(api_key, api_keys_file), RiskSettings(risk, audit, same_answer)
+    limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
+    adaptive = models.served if adaptive is None else adaptive
+    settings = ApiSettings(
+        limits,
+        keys,
+        served_model_name,
+        risk_settings,
+        adaptive,
+        strict_tokens,
+        strict_answer,
+        strict,
+        generation_config,
+        metrics_port is None,
+    )
+    with ExitStack() as stack:
+        # Before the models are loaded, so that a port in use is known at once.
+        listening = stack.enter_context(closing(listen(host, port)))
+        metrics = None
+        if workers == 1:
+            from parse_infer.serve.metrics import Metrics
+
+            metrics = Metrics()
+        registry = stack.enter_context(shared_metrics()) if metrics is None else metrics.registry
+        if metrics_port is not None:
+            metrics_port = stack.enter_context(open_metrics_port(registry, host, metrics_port))
+        serve_models, announce = partial(_serve, models, settings, trace), partial(_announce, listening, metrics_port)
+        if metrics is not None:
+            serve_models(listening, announce, metrics)
+        else:
+            logging.config.dictConfig(log_settings())
+            Workers(workers, serve_models, listening, grace, on_end=forget_worker).run(announce)
+
+
+def _announce(listening: socket.socket, metrics_port: int | None, name: str) -> None:
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"{name} answers at http://{host}:{port}/v1 (a page: /)", flush=True)
+    if metrics_port is not None:
+        print(f"metrics: http://{host}:{metrics_port}/metrics", flush=True)
+
+
+def _serve(
+    models: ModelOptions,
+    settings: ApiSettings,
+    trace: bool,
+    listening: socket.socket,
+    on_start: Callable[[str], None],
+    metrics: Metrics | None = None,
+) -> None:
+    """Load the models and answer until a signal. `on_start` takes the target's name."""
+    from parse_infer.serve.app import create_app
+    from parse_infer.serve.server import ApiServer
+
     traces = None
     if trace:
         from parse_infer.serve.traces import Traces
 
         traces = Traces()
-    limits = Limits(max_waiting, request_timeout, grace, int(max_body_mb * 1e6))
-    listening = listen(host, port)  # fail on a port in use before the models are loaded
     runner: Runner
     if models.served:
         from parse_infer.serve.loop_runner import LoopRunner
 
-        runner = LoopRunner(models.load(expected=risk_settings.expected))
+        runner = LoopRunner(models.load(expected=settings.risk_settings.expected, start_servers=False))
     else:
+        from parse_infer.serve.thread_runner import ThreadRunner
+
         runner = ThreadRunner(models.load)
     try:
-        adaptive = models.served if adaptive is None else adaptive
-        settings = ApiSettings(
-            limits,
-            keys,
-            served_model_name,
-            risk_settings,
-            adaptive,
-            strict_tokens,
-            strict_answer,
-            strict,
-            generation_config,
-        )
-        app = create_app(runner, settings, traces)
-        shown, port = listening.getsockname()[:2]
-        shown = f"[{shown}]" if ":" in shown else shown
-        print(f"{served_model_name or runner.name} answers at http://{shown}:{port}/v1 (a page: /)", flush=True)
-        ApiServer(app, limits).run(sockets=[listening])
+        app = create_app(runner, settings, traces, metrics)
+        name = settings.model or runner.name
+        ApiServer(app, settings.limits, lambda: on_start(name)).run(sockets=[listening])
     finally:
         runner.close()
         if traces is not None:

@@ -186,6 +186,7 @@ class ChatShape:
 
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
+    path = "/v1/chat/completions"
 
     def opening(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

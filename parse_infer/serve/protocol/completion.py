@@ -92,6 +92,7 @@ class CompletionShape:
 
     prefix = "cmpl-"
     chunk_object = "text_completion"
+    path = "/v1/completions"
 
     def opening(self, index: int) -> None:
         return None

@@ -57,6 +57,7 @@ class FakeServer:
         given_keys: the `Authorization` of each request, or None.
         canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
         sessions: the header `x-session-id` of each completion.
+        headers: of each POST, their names in lower case.
         received, heads: bodies, and paths with headers, of the requests with such a response.
     """
 
@@ -88,6 +89,7 @@ class FakeServer:
         self.given_keys: list[str | None] = []
         self.canned: tuple[int, dict[str, str], list[bytes | None]] | None = None
         self.sessions: list[str | None] = []
+        self.headers: list[dict[str, str]] = []
         self.received: list[bytes] = []
         self.heads: list[tuple[str, dict[str, str]]] = []
 
@@ -339,6 +341,8 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
             raise asyncio.CancelledError
         given = request.headers.get("Authorization")
         server.given_keys.append(given)
+        if request.method == "POST":
+            server.headers.append({name.lower(): value for name, value in request.headers.items()})
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
             return web.json_response({"error": "Unauthorized"}, status=server.refusal)  # as vLLM says it
         if server.canned is not None and request.method == "POST":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from email.utils import formatdate
 
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from parse_infer.backends.pool import circuit, retries
 from parse_infer.backends.pool.circuit import Begun, Circuit
 from parse_infer.backends.pool.client import Client, RequestRejected
+from parse_infer.backends.pool.observer import PoolObserver
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.backends.pool.retry_after import LONGEST_S, read_retry_after
@@ -153,7 +155,9 @@ def pool(engine, clock):
         def make(n: int, **options):
             servers = [stack.enter_context(serving(FakeServer(engine.target))) for _ in range(n)]
             options = {"clock": clock, "choose": first, "back_off_s": 0.0, "patience_s": 0.0} | options
-            return ReplicaPool("target", [server.url for server in servers], Client(), **options), servers
+            replicas = ReplicaPool("target", [server.url for server in servers], Client(), **options)
+            replicas.observer = Recorder()
+            return replicas, servers
 
         yield make
 
@@ -175,8 +179,25 @@ def ask(pool: ReplicaPool, times: int = 1) -> None:
     asyncio.run(send())
 
 
+class Recorder(PoolObserver):
+    """Counts outcomes, retries and ejections by address."""
+
+    def __init__(self) -> None:
+        self.outcomes, self.retries, self.ejections = (defaultdict(Counter) for _ in range(3))
+
+    def ended(self, url: str, outcome: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.outcomes[url][outcome] += 1
+
+    def retried(self, url: str) -> None:
+        self.retries[url]["retried"] += 1
+
+    def ejected(self, url: str, reason: str) -> None:
+        self.ejections[url][reason] += 1
+
+
 def shares(pool: ReplicaPool, servers) -> list[Counter[str]]:
-    return [Counter({o: n for (url, o), n in pool.outcomes.items() if url == server.url}) for server in servers]
+    return [pool.observer.outcomes[server.url] for server in servers]
 
 
 @pytest.mark.parametrize("fault", ["500", "half", "gone"])
@@ -188,6 +209,10 @@ def test_a_replica_that_fails_fast_does_not_attract_the_traffic(pool, fault):
     assert bad == {"failed": circuit.FAILURES}
     assert sum((one["ok"] for one in good), 0) == 30
     assert replicas.members[0].healthy, "its health check is fine"
+    failed, *others = (server.url for server in servers)
+    assert replicas.observer.ejections == {failed: {"failing": 1}}
+    assert sum(replicas.observer.retries[url]["retried"] for url in others) == circuit.FAILURES
+    assert failed not in replicas.observer.retries
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -353,10 +378,20 @@ def test_requests_to_servers_are_counted(engine, connect, clock):
         assert served.chat(PROMPT, max_tokens=8, parse={"threshold": 0.0}).status_code == 200
         families = list(text_string_to_metric_families(served.metrics))
     found = {
-        tuple(sample.labels[name] for name in ("role", "server", "outcome")): sample.value
+        (sample.name.removeprefix("parse_upstream_"), *sample.labels.values()): sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "parse_upstream_requests_total"
+        if re.fullmatch(r"parse_upstream_(\w+_total|\w+_count|ejected)", sample.name)
     }
-    failed = {("draft", draft.url, "failed"): 1, ("target", target.url, "failed"): 1}
-    assert found == failed | {("target", target.url, "ok"): 3}
+    by_target, by_draft = ("target", target.url), ("draft", draft.url)
+    assert found == {
+        ("requests_total", "failed", *by_draft): 1,
+        ("requests_total", "failed", *by_target): 1,
+        ("requests_total", "ok", *by_target): 3,
+        ("request_seconds_count", *by_target): 4,
+        ("request_seconds_count", *by_draft): 1,
+        ("retries_total", *by_target): 1,
+        ("ejections_total", "failing", *by_draft): 1,  # one failure of an optional request is enough
+        ("ejected", *by_target): 0,
+        ("ejected", *by_draft): 1,
+    }

@@ -113,6 +113,11 @@ def test_mistakes_are_one_sentence(arguments, sentence, capsys):
             ["serve", "--backend", "vllm", "--judge", "zero_shot", "--risk", "0.01"],
             "no calibration for --backend vllm",
         ),
+        (["serve", "--backend", "vllm"], "no address of target was given: start the target's server with `vllm serve"),
+        (
+            ["serve", "--backend", "vllm", "--target-url", "http://127.0.0.1:1", "--draft-server"],
+            "--enable-prefix-caching --block-size 32 --stream-interval 16 --port 8002` and give --draft-url http://127",
+        ),
         (["calibrate", "--backend", "vllm", "--limit", "20"], "takes at least 299 problems"),
         (["generate", "Hi", "--backend", "vllm"], "PARSE_VLLM_PYTHON is '/nowhere/python', which is not a program"),
     ],
@@ -184,7 +189,7 @@ def test_over_servers_adaptive_is_the_default(coordinated, monkeypatch, options,
         backend = SimpleNamespace(name="target", close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr(
-        "parse_infer.serve.app.create_app", lambda runner, settings, traces: calls.append(settings.adaptive)
+        "parse_infer.serve.app.create_app", lambda runner, settings, *_: calls.append(settings.adaptive)
     )
     monkeypatch.setattr("parse_infer.serve.server.ApiServer", lambda *_: SimpleNamespace(run=lambda sockets: None))
     assert main(["serve", "--port", "0", *options]) == 0

@@ -15,8 +15,8 @@ from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.engine import ParseEngine
-from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.serve.settings import RiskSettings
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.calibration.test_calibration import PROMPTS, Problem, middle_thresholds
 from tests.parse_infer.serve.conftest import running

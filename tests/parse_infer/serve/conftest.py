@@ -18,9 +18,8 @@ from parse_infer.serve import server as server_module
 from parse_infer.serve.admission import AdmissionQueue, Limits
 from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.app import create_app
-from parse_infer.serve.audit import RiskSettings
 from parse_infer.serve.server import ApiServer, listen
-from parse_infer.serve.settings import ApiSettings
+from parse_infer.serve.settings import ApiSettings, RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.serve.traces import Traces
 from tests.parse_infer.language_models import language_model, printable, resembling, short_question

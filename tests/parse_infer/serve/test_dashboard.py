@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -21,3 +22,13 @@ def test_every_panel_queries_existing_metrics(make_engine):
     queried = {name for query in queries for name in re.findall(r"\bparse_\w+", query)}
     assert len(queried) > 12 and queried <= exported, queried - exported
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_histograms_name_their_unit(make_engine):
+    """https://prometheus.io/docs/practices/naming: base units, and ratios from 0 to 1."""
+    families = create_app(ThreadRunner(make_engine())).state.metrics.registry.collect()
+    histograms = [family for family in families if family.type == "histogram"]
+    assert histograms and {family.name.rpartition("_")[2] for family in histograms} == {"seconds", "ratio"}
+    for family in histograms:
+        bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels} - {math.inf}
+        assert not family.name.endswith("_ratio") or max(bounds) == 1

@@ -28,13 +28,13 @@ from parse_infer.request.events import Done, Drafted
 from parse_infer.request.output import Fallback, Generation
 from parse_infer.serve.admission import Limits
 from parse_infer.serve.app import create_app
-from parse_infer.serve.audit import Audit, RiskSettings
+from parse_infer.serve.audit import Audit
 from parse_infer.serve.choice_state import ChoiceState
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.protocol.chat import ChatCompletion
 from parse_infer.serve.protocol.completion import Completion
 from parse_infer.serve.runner import Job, Moment
-from parse_infer.serve.settings import ApiSettings
+from parse_infer.serve.settings import ApiSettings, RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling, seed_of

@@ -451,7 +451,7 @@ def test_metrics_count_what_was_answered(make_engine):
         assert metrics.get(f'parse_tokens_total{{author="{author}"}}', 0) == own
     assert metrics['parse_requests_total{path="/v1/chat/completions",status="200"}'] == 2
     assert metrics["parse_verification_pass_seconds_count"] == metrics["parse_time_to_first_token_seconds_count"] == 2
-    assert metrics["parse_validity_count"] == 12  # a cut every 4 of 24 tokens, twice
+    assert metrics["parse_validity_ratio_count"] == 12  # a cut every 4 of 24 tokens, twice
     assert metrics["parse_inter_token_seconds_count"] > 10 and "parse_loop_lag_seconds_count" in metrics
     assert (metrics["parse_parallel"], metrics["parse_answers_running"], metrics["parse_answers_waiting"]) == (1, 0, 0)
 

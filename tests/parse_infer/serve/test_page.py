@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import httpx
 
-from parse_infer.serve.audit import RiskSettings
+from parse_infer.serve.settings import RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from tests.parse_infer.serve.conftest import running
 from tests.parse_infer.serve.test_event_stream import calibrated

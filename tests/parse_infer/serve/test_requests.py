@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from parse_infer.request.output import Generation
-from parse_infer.serve.audit import RiskSettings
+from parse_infer.serve.settings import RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import Chat

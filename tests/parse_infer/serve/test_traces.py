@@ -17,10 +17,11 @@ def test_a_request_is_a_span_of_its_callers_trace(make_engine):
     spans, engine = InMemorySpanExporter(), make_engine()
     with running(ThreadRunner(make_engine()), engine, traces=Traces(SimpleSpanProcessor(spans))) as server:
         body = {"messages": [{"role": "user", "content": "Tom has 5 apples."}], "max_tokens": 8}
-        headers = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}
+        headers, first = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}, None
         for stream in (False, True):
             answer = server.post("/v1/chat/completions", {**body, "stream": stream}, headers=headers)
             assert answer.status_code == 200
+            first = first or answer.json()
         assert server.metrics and server.post("/v1/chat/completions", {}, headers=headers).status_code == 400
     found = spans.get_finished_spans()
     assert [span.name for span in found] == ["POST /v1/chat/completions"] * 3, "one each, and none for the metrics"
@@ -29,6 +30,23 @@ def test_a_request_is_a_span_of_its_callers_trace(make_engine):
     assert answered["parse.completion_tokens"] == 8 and answered["parse.answers"] == 1
     assert found[1].attributes["parse.completion_tokens"] == 8
     assert "parse.answers" not in found[2].attributes
+    conventional = {name: value for name, value in answered.items() if name.startswith("gen_ai.")}
+    assert conventional == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "parse",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.stream": False,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.response.id": first["id"],
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.time_to_first_chunk": first["choices"][0]["parse"]["timings"]["first_text_s"],
+        "gen_ai.usage.input_tokens": first["usage"]["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 8,
+    }
+    assert found[1].attributes["gen_ai.request.stream"] is True
     assert "Tom" not in str([dict(span.attributes) for span in found])
 
 

@@ -1,0 +1,23 @@
+"""The request for which servers are asked: headers by which their logs and traces name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from itertools import count
+from types import MappingProxyType
+
+REQUEST_ID = "x-request-id"
+TRACE = ("traceparent", "tracestate")  # W3C Trace Context
+
+origin: ContextVar[Mapping[str, str]] = ContextVar("origin", default=MappingProxyType({}))
+"""`REQUEST_ID` and `TRACE` of the request that is being answered; empty: none is."""
+_numbers = count(1)
+
+
+def origin_headers() -> dict[str, str]:
+    """Headers of a request to a server. Its id is the origin's with a number, as a server may refuse an id in use."""
+    headers = dict(origin.get())
+    if REQUEST_ID in headers:
+        headers[REQUEST_ID] += f"-{next(_numbers)}"
+    return headers

@@ -1,0 +1,163 @@
+"""Worker processes of one server: they share a port and their metrics, are started again, and end together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from parse_infer.cli.app import main
+from parse_infer.models.loading import load_language_model
+from tests.parse_infer.backends.fake_server import FakeServer, serving
+
+PROMPT = [{"role": "user", "content": "A boy has 6 stickers. His brother has 3 fewer. How many do they have?"}]
+
+
+@contextmanager
+def workers(function: str, n: int = 2) -> Iterator[subprocess.Popen[str]]:
+    script = f"""
+from parse_infer.serve.server import listen
+from parse_infer.serve.workers import Workers
+from tests.parse_infer.serve.small_workers import {function}
+listening = listen("127.0.0.1", 0)
+Workers({n}, {function}, listening, 5.0).run(lambda name: print(name, listening.getsockname()[1], flush=True))
+"""
+    with started([sys.executable, "-c", script]) as process:
+        yield process
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def pid_of_answer(port: int) -> int:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        return int(client.recv(20))
+
+
+def children(pid: int) -> set[int]:
+    """The workers; another child is Python's resource tracker."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {each for each in found if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()}
+
+
+def ends(pid: int, within_s: float = 10) -> bool:
+    end = time.monotonic() + within_s
+    with suppress(FileNotFoundError):
+        while time.monotonic() < end and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.02)
+        return time.monotonic() < end
+    return True
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_started_again():
+    with workers("answer_pid") as process:
+        _, port = process.stdout.readline().split()
+        first = children(process.pid)
+        assert len(first) == 2 and pid_of_answer(int(port)) in first
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        assert all(map(ends, first))
+        assert pid_of_answer(int(port)) not in first, "the port stays open meanwhile"
+        time.sleep(0.5)
+        second = children(process.pid)
+        assert len(second) == 2 and not first & second
+        process.terminate()
+        assert process.wait(10) == 0 and all(map(ends, second))
+        assert "has ended (-9); starting another" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent():
+    with workers("answer_pid") as process:
+        process.stdout.readline()
+        own = children(process.pid)
+        process.kill()
+        assert len(own) == 2 and all(map(ends, own))
+
+
+@pytest.mark.slow
+def test_an_error_at_the_start_is_raised_once():
+    with workers("fail") as process:
+        out, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and not out
+    assert errors.count("no server of the target answers") == 1 and "parse_infer.errors.ParseError" in errors
+
+
+def total(text: str, name: str) -> float:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == name)
+
+
+@pytest.mark.slow
+def test_workers_answer_on_one_port_and_count_together():
+    models = [load_language_model(f"zoo:{role}", role=role) for role in ("target", "draft")]
+    with serving(FakeServer(models[0])) as target, serving(FakeServer(models[1])) as draft:
+        addresses = ["--backend", "vllm", "--target-url", target.url, "--draft-url", draft.url]
+        command = [sys.executable, "-m", "parse_infer", "serve", *addresses, "--workers", "2", "--grace", "20"]
+        with started([*command, "--port", "0", "--metrics-port", "0", "--parallel", "4"]) as process:
+            lines = [process.stdout.readline() for _ in range(2)]
+            url, metrics = (re.search(r"http://[\d.:]+", line)[0] for line in lines)
+
+            def ask(_: int, tokens: int = 8) -> httpx.Response:
+                body = {"messages": PROMPT, "max_tokens": tokens, "parse": {"threshold": 0.5, "adaptive": False}}
+                return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+            def counted(name: str) -> float:
+                return total(httpx.get(f"{metrics}/metrics", timeout=10).text, name)
+
+            with ThreadPoolExecutor(8) as pool:
+                assert {response.status_code for response in pool.map(ask, range(8))} == {200}
+            assert counted("parse_answers_total") == counted("parse_answer_seconds_count") == 8
+            assert counted("parse_upstream_requests_total") >= 16, "a draft and a read each"
+            assert counted("parse_upstream_ejected") == 0
+            time.sleep(0.3)  # gauges are read four times a second
+            assert counted("parse_parallel") == 8 and counted("parse_target_servers_healthy") == 1
+            assert httpx.get(f"{url}/metrics", timeout=10).status_code == 404
+
+            os.kill(min(children(process.pid)), signal.SIGKILL)
+            assert ask(0).status_code == 200
+            while counted("parse_parallel") < 8:
+                time.sleep(0.1)
+            assert counted("parse_answers_total") == 9, "the dead worker's answers still count"
+
+            target.pause = 0.05
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(ask, 0, 60)
+                while not counted("parse_answers_running"):
+                    time.sleep(0.05)
+                process.terminate()
+                assert answer.result(30).status_code == 200
+            assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--backend", "vllm", "--target-url", "http://t:1"]])
+def test_workers_with_models_of_their_own_are_refused(options, capsys):
+    assert main(["serve", "--workers", "3", *options]) == 2
+    assert "--workers 3 needs --backend vllm, --target-url and --draft-url" in capsys.readouterr().err
+
+
+def test_a_metrics_port_in_use_is_one_sentence(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", "0", "--metrics-port", port]) == 2
+    assert f"port {port} (Address already in use): change --metrics-port" in capsys.readouterr().err
