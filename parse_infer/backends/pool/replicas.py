@@ -24,6 +24,7 @@ from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
+from parse_infer.backends.pool.server_load import ServerLoad
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
 from parse_infer.text.conversation import Conversation
@@ -93,6 +94,7 @@ class ReplicaPool:
         self._health = HealthChecks(role, self.members, client, self.identity.check, self._examine)
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
         self._discovery = Discovery(role, urls, self._set_members)
+        self._load = ServerLoad(self.members, client, clock)
 
     @property
     def model(self) -> str:
@@ -101,6 +103,10 @@ class ReplicaPool:
     def count(self) -> int:
         """Number of healthy replicas."""
         return sum(server.healthy for server in self.members)
+
+    def load(self, running: int) -> int:
+        """Requests on each replica while `running` answers are in flight; see `ServerLoad.of`."""
+        return self._load.of(running)
 
     def watch(self) -> None:
         """Watch the replicas from now on, as the first request does."""
@@ -257,6 +263,7 @@ class ReplicaPool:
         """Stop watching the replicas and close the connections of this event loop; another one may go on."""
         self._discovery.close()
         self._health.close()
+        self._load.close()
         await self._client.close()
 
     def _set_members(self, urls: Sequence[str]) -> None:
@@ -314,6 +321,7 @@ class ReplicaPool:
     async def _attempt(self, server: Replica, tried: FailedAttempts) -> AsyncIterator[Attempt]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
+        server.requests += 1
         attempt = Attempt(server, tried.optional)
         try:
             yield attempt
@@ -337,6 +345,7 @@ class ReplicaPool:
             tried.record(server, server.last_error)
         finally:
             server.busy -= 1
+            server.requests -= 1
             self._end(attempt, "ok" if attempt.answered else "cancelled")
 
     async def _check(self, server: Replica, tried: FailedAttempts) -> None:

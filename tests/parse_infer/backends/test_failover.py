@@ -150,7 +150,7 @@ def test_idle_connections_end_before_the_server_closes_them(engine, connect, mon
         async def ask_twice() -> None:
             http = Client()
             for _ in range(2):
-                await http.ping(f"{target.url}/health")
+                await http.text(f"{target.url}/health")
                 await asyncio.sleep(0.2)
             await http.close()
 
