@@ -132,6 +132,10 @@ class HealthChecks:
             if server in self._watching:  # and has not gone; its task may sleep longer
                 self._stop_watching(server)
                 self.add(server)
+        self.end_waits(server)
+
+    def end_waits(self, server: Replica) -> None:
+        """Let the requests that wait for a server fail now."""
         while server.waits:
             server.waits.pop().reschedule(asyncio.get_running_loop().time())
 
