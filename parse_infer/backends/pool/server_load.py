@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
+from parse_infer.backends.pool.client import Client, TransientServerError
 from parse_infer.backends.pool.health import Replica
 
 EVERY_S = 1.0
@@ -66,7 +66,7 @@ class ServerLoad:
             async with asyncio.timeout(_LIMIT_S):
                 text = await self._client.text(f"{server.url}/metrics")
             total = sum_of(text, server.dialect.load_metrics)
-        except (TimeoutError, TransientServerError, RequestRejected):
+        except (TimeoutError, TransientServerError, ValueError):  # also rejections, and numbers that are none
             total = None
         self._due[server] = self._clock() + (RETRY_EVERY_S if total is None else EVERY_S)
         if total is None:
