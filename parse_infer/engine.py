@@ -502,14 +502,14 @@ class ParseEngine:
 
     @property
     def _load(self) -> int:
-        """Requests that share the models now; always 1 without concurrency, even after a dropped stream."""
-        return 1 if self.backend.parallel == 1 else self.running
+        """Requests that share the target now. Without concurrency a dropped stream does not count."""
+        return self.backend.load(1 if self.backend.parallel == 1 else self.running)
 
     def _choice(self) -> AbstractContextManager[InFlight]:
         """Decide whether the next answer gets a draft."""
         if self.backend.parallel == 1:
-            return nullcontext(self.controller.begin())
-        return self.controller.answering(self.running)
+            return nullcontext(self.controller.begin(self._load))
+        return self.controller.answering(self.running, self._load)
 
     def _steps(self, events: AsyncGenerator[Event, None]) -> Iterator[Event]:
         """Yield the events; hold the models during each step.

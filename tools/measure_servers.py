@@ -4,6 +4,7 @@ Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger pair),
 
 cpu            CPU time of the coordinator per request, 8 concurrent requests
 killed         1,000 requests, 32 concurrent, each server killed once: wrong and lost answers, memory before and after
+costs FILE     write the costs that `parse-infer plan` reads, at 1, 8 and 32 concurrent requests
 useless FILE   prompts outside the draft model's task (jsonl, such as MT-Bench's): adaptive from a cold start, then
                alternating with the target alone, 32 and 8 concurrent requests
 
@@ -20,12 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import mean, median
 from typing import Any
 
 from data_tools.tasks.registry import load_task
 from parse_infer.cli.model_options import PAIR_NAMES, PAIRS, progress
 from parse_infer.decoding.adaptive import Controller
 from parse_infer.engine import ParseEngine
+from parse_infer.files import write_json
 from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
 
@@ -103,6 +106,41 @@ def useless(engine: ParseEngine, sent: Sequence[Any]) -> str:
     return "; ".join(lines)
 
 
+def costs(engine: ParseEngine, file: str, loads: Sequence[int] = (1, 8, 32), tokens: int = TOKENS) -> str:
+    """Write the fields of `Costs`, measured by answers of the target alone, of the draft model (all of whose tokens
+    are kept), and of PARSE as it is."""
+
+    def answers(settings: GenerationSettings, sent: Sequence[Any], n: int, alone: bool = False) -> list[Generation]:
+        engine.clear_caches()
+        engine.backend.parallel = n
+        return list(engine.collect([engine.events(p, settings, alone=alone, streamed=False) for p in sent]))
+
+    sent, whole = prompts(2 * max(loads)), GenerationSettings(tokens, 0.0, block_tokens="whole", ignore_eos=True)
+    found = answers(GenerationSettings(tokens), sent, max(loads))  # also warms up
+    rounds = sum(g.stats.rounds for g in found)
+    if not rounds:
+        return "no answer has a draft, so there is nothing to plan"
+    kept = sum(g.stats.accepted_tokens for g in found)
+    held: dict[str, Any] = {"target_token_s": {}, "draft_token_s": {}}
+    for n in loads:
+        written = answers(whole, sent[: 2 * n], n, alone=True)
+        drafted = [g for g in answers(whole, sent[: 2 * n], n) if g.stats.draft_tokens]
+        held["target_token_s"][n] = median(g.timings.work_s / len(g.token_ids) for g in written)
+        held["draft_token_s"][n] = median(g.timings.draft_s / g.stats.draft_tokens for g in drafted)
+    lengths = [len(engine.target.render(prompt)) for prompt in sent]
+    reads = answers(GenerationSettings(1), sent, 1, alone=True)
+    held |= {
+        "read_token_s": median(g.timings.work_s / n for g, n in zip(reads, lengths, strict=True)),
+        "draft_tokens": sum(g.stats.draft_tokens for g in found) / rounds,
+        "kept_tokens": kept / rounds,
+        "target_tokens": (sum(len(g.token_ids) for g in found) - kept) / rounds,
+        "prompt_tokens": mean(lengths),
+        "answer_tokens": mean(len(g.token_ids) for g in found),
+    }
+    write_json(file, held)
+    return f"wrote {file}: parse-infer plan {file}"
+
+
 ROWS = {"cpu": cpu, "killed": killed}
 
 
@@ -116,6 +154,11 @@ def main(words: Sequence[str]) -> None:
             rows["useless"] = partial(useless, sent=[problem.prompt for problem in task.problems("test")])
         except (OSError, ValueError) as error:
             sys.exit(f"useless: {error}")
+    if "costs" in words:
+        file = "".join(words[words.index("costs") + 1 :][:1])
+        if not file:
+            sys.exit("costs: give the file to write")
+        rows["costs"] = partial(costs, file=file)
     target = PAIR_NAMES[pair]
     with ParseEngine.from_pretrained(
         target, *PAIRS[target], backend="vllm", local_draft=False, on_progress=progress

@@ -1,4 +1,4 @@
-"""Measure the server on an idle machine: `python -m tools.measure_serving [row …]`.
+"""Measure the server on an idle machine: `python -m tools.measure_serving [row …] [--url URL] [--rate N …]`.
 
 Starts `parse-infer serve` on the embedded models for each row, and prints one line per row:
 
@@ -7,10 +7,13 @@ latency     latency added to `ParseEngine.generate` in this process, for 100 pro
 bad         statuses of 1,000 bad requests, and memory before and after
 leaving     time until the server is idle after 200 clients disconnect early
 signal      SIGTERM under load: outcome of accepted requests, and time until the process exits
+open        requests that arrive at random, `--rate` per second in the mean: answers/s, times of answers and first
+            texts, failures; PARSE and the target alone. `--url`: of another server
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -18,9 +21,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,9 +33,10 @@ import httpx
 from data_tools.tasks.registry import load_task
 from parse_infer.engine import ParseEngine
 from tests.parse_infer.serve.test_faults import BAD_BODIES, BAD_FIELDS
+from tools.open_load import CHAT, open_load
 
-CHAT = "/v1/chat/completions"
 TOKENS = 200
+ANSWERS = 300  # of a point of the open loop
 
 
 @contextmanager
@@ -176,7 +180,33 @@ def signal() -> str:
     return f"{dict(ends)}; exited after {seconds:.2f} s, with a grace period of {grace} s"
 
 
+def open_loop(url: str | None, rates: Sequence[float]) -> Iterator[str]:
+    """Yield a line for each rate and way to answer, which take turns."""
+    sent = prompts(ANSWERS)
+    with nullcontext((url, None)) if url else server("--max-waiting", str(ANSWERS)) as (address, _):
+        ask(address, sent[0])  # warms up
+        for rate in rates:
+            for mode in ("target", "parse"):
+                own = {"parse": {"mode": "target"}} if mode == "target" else {}
+                bodies = [{"messages": messages(prompt), "max_tokens": TOKENS, **own} for prompt in sent]
+                yield f"{mode}: {open_load(address, rate, bodies)}"
+
+
+ROWS = {row.__name__: row for row in (identical, latency, bad, leaving, signal)}
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="tools.measure_serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, "open"], default=list(ROWS))
+    parser.add_argument("--url", help="of a server to load with `open`; default: one of the embedded models")
+    parser.add_argument("--rate", type=float, action="append", help="arrivals per second; default: 1, 2 and 4")
+    given = parser.parse_args(words)
+    for name in given.rows:
+        for line in open_loop(given.url, given.rate or (1.0, 2.0, 4.0)) if name == "open" else (ROWS[name](),):
+            print(f"{name:10} {line}", flush=True)
+
+
 if __name__ == "__main__":
-    rows = {row.__name__: row for row in (identical, latency, bad, leaving, signal)}
-    for name in sys.argv[1:] or rows:
-        print(f"{name:10} {rows[name]()}", flush=True)
+    main(sys.argv[1:])

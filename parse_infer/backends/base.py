@@ -81,6 +81,10 @@ class Backend(Protocol[Source]):
 
     def describe_machine(self) -> dict[str, Any]: ...
 
+    def load(self, running: int) -> int:
+        """Requests on one copy of the target while `running` answers are in flight, other clients' included."""
+        ...
+
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
         """Raise ValueError for settings that this backend cannot serve with the given calibration."""
         ...

@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | transfer | cost`.
+"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | transfer | cost | plan`.
 
 A user error prints `error: <sentence>` on standard error and exits with code 2.
 """
@@ -17,6 +17,7 @@ from parse_infer.cli.commands.cost import cost
 from parse_infer.cli.commands.demo import demo
 from parse_infer.cli.commands.eval import evaluate
 from parse_infer.cli.commands.generate import generate
+from parse_infer.cli.commands.plan import plan
 from parse_infer.cli.commands.score import score
 from parse_infer.cli.commands.serve import serve
 from parse_infer.cli.commands.transfer import transfer
@@ -37,7 +38,7 @@ app = typer.Typer(
     **APP_OPTIONS,
 )
 app.callback()(with_version)
-for command in (demo, generate, score, serve, bench, calibrate, transfer, cost):
+for command in (demo, generate, score, serve, bench, calibrate, transfer, cost, plan):
     add_command(app, command)
 add_command(app, evaluate, "eval")
 

@@ -1,9 +1,9 @@
 """Controller that measures whether drafts pay, so that PARSE is seldom slower than the target alone.
 
 The benefit depends on the load, because a saturated target gains less from drafts. The controller therefore compares
-answers within one load bucket: 1, 2 to 3, 4 to 7, … requests in flight. For a new bucket it extrapolates. Drafts that
-do not pay at a lower load do not pay here; drafts that pay at a higher load do. Drafts with a large speedup at a lower
-load are used first and compared soon after.
+answers within one load bucket: about 1, 2, 4, 8, … requests on a server of the target, those of other clients
+included. For a new bucket it extrapolates. Drafts that do not pay at a lower load do not pay here. Drafts that pay at
+a higher load, or with a large speedup at a lower one, are used first and compared soon after.
 
 Concurrent requests share the target. A request with a draft slows the requests beside it, so in a mixture both kinds
 take about the same time. The controller therefore sends both kinds in bursts. It counts an answer only if nearly all
@@ -14,6 +14,7 @@ A burst of useless drafts is expensive. A few single answers therefore measure t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 MIN_SAMPLES = 4  # answers of each kind before a comparison
 CLEAR_SPEEDUP = 2.0  # from here on, one answer of the target alone is enough for a comparison
 EXPLORE_EVERY = 64  # every 64th burst, or later where it costs more, uses the slower kind in case it has become faster
-EARLY_EXPLORE_EVERY = 4  # the same, where drafts are used because of their speedup at a lower load
+EARLY_EXPLORE_EVERY = 4  # the same, where drafts are used because of their speedup at another load
 SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
 WINDOW = 10  # approximate number of answers in an average; at least the size of a burst
 MIN_SAME_KIND_SHARE = 0.8  # an answer counts if this share of the concurrent requests is of its kind
@@ -74,7 +75,7 @@ class InFlight:
 
     Attributes:
         drafted: whether the request gets a draft.
-        load: requests in flight at its start, itself included.
+        load: requests on a server of the target at its start, itself included.
         counts: whether enough concurrent requests were of its kind at its start.
     """
 
@@ -92,18 +93,20 @@ class Controller:
         self._in_flight = {False: 0, True: 0}
         self._burst = (False, 0)  # kind of the next answers, and how many
 
-    def begin(self) -> InFlight:
-        """Choose the kind of an answer that runs alone. A dropped answer needs no cleanup."""
-        return InFlight(self._choose(1), 1, counts=True)
+    def begin(self, load: int = 1) -> InFlight:
+        """Choose the kind of this engine's only answer, at a load as in `answering`. It needs no cleanup."""
+        return InFlight(self._choose(load, 1), load, counts=True)
 
     @contextmanager
-    def answering(self, load: int = 1) -> Iterator[InFlight]:
+    def answering(self, running: int = 1, load: int | None = None) -> Iterator[InFlight]:
         """Choose the kind of an answer and count it as in flight during the `with` block.
 
         Args:
-            load: requests in flight, this one included.
+            running: requests of this engine in flight, this one included.
+            load: requests on a server of the target; None: `running`.
         """
-        answer = InFlight(self._choose(load), load)
+        load = running if load is None else load
+        answer = InFlight(self._choose(load, running), load)
         self._in_flight[answer.drafted] += 1
         answer.counts = self._among_its_kind(answer)
         try:
@@ -115,31 +118,36 @@ class Controller:
         """Record a complete answer. Call this inside its `answering` block, if it has one.
 
         Args:
-            load: requests in flight now.
+            load: requests on a server of the target now.
             kept: accepted draft tokens; None if acceptance does not measure the draft's use (threshold above 1).
         """
         if answer.drafted:
             self._kept.note(tokens if kept is None else kept, tokens)
-        if answer.counts and self._among_its_kind(answer) and load.bit_length() == answer.load.bit_length():
-            self._loads[load.bit_length()].paces[answer.drafted].note(seconds, tokens, max(WINDOW, _burst(load)))
+        low, high = sorted((load, answer.load))
+        if answer.counts and self._among_its_kind(answer) and high < 2 * low:
+            running = sum(self._in_flight.values())
+            self._at(math.sqrt(low * high)).paces[answer.drafted].note(seconds, tokens, max(WINDOW, _burst(running)))
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds per token of recent answers; 0 without any."""
-        return self._loads[load.bit_length()].paces[drafted].rate
+        return self._at(load).paces[drafted].rate
 
-    def _choose(self, load: int) -> bool:
+    def _at(self, load: float) -> _Load:
+        return self._loads[_bucket(load)]
+
+    def _choose(self, load: int, running: int) -> bool:
         kind, left = self._burst
         if not left:
-            kind, left = self._next_burst(load)
+            kind, left = self._next_burst(load, running)
         self._burst = (kind, left - 1)
         return kind
 
-    def _next_burst(self, load: int) -> tuple[bool, int]:
+    def _next_burst(self, load: int, running: int) -> tuple[bool, int]:
         """Choose the kind and size of the next burst."""
         if self._kept.n < MIN_SAMPLES:
             return self._in_flight[True] < MIN_SAMPLES - self._kept.n, 1
-        here, size = self._loads[load.bit_length()], _burst(load)
-        pays, explore_every = self._drafts_pay(load.bit_length())
+        here, size = self._at(load), _burst(running)
+        pays, explore_every = self._drafts_pay(_bucket(load))
         if pays is None:
             return here.paces[True].n <= here.paces[False].n, size
         here.since += 1
@@ -158,7 +166,7 @@ class Controller:
         if any(speedup < 1 for speedup in lower.values()):
             return False, EXPLORE_EVERY
         if any(speedup >= 1 for at, speedup in known.items() if at > bucket):
-            return True, EXPLORE_EVERY
+            return True, EARLY_EXPLORE_EVERY
         if self._kept.rate < MIN_ACCEPTED_SHARE:
             return False, EXPLORE_EVERY
         if any(speedup >= SPEEDUP_DECAY_PER_DOUBLING ** (bucket - at) for at, speedup in lower.items()):
@@ -169,6 +177,11 @@ class Controller:
         return self._in_flight[answer.drafted] >= MIN_SAME_KIND_SHARE * sum(self._in_flight.values())
 
 
-def _burst(load: int) -> int:
+def _bucket(load: float) -> int:
+    """The nearest power of two: 6 to 11 requests are about 8, so that a load about a power of two has one bucket."""
+    return round(math.log2(load))
+
+
+def _burst(running: int) -> int:
     """Size of a burst. It includes the answers that start before older requests of the other kind complete."""
-    return MIN_SAMPLES + 2 * (load - 1) if load > 1 else 1
+    return MIN_SAMPLES + 2 * (running - 1) if running > 1 else 1

@@ -202,8 +202,8 @@ def forward_costs(
     device: torch.device,
     dtype: torch.dtype,
     torch_compile: bool = False,
-) -> tuple[Table, str]:
-    """Time all forwards of a target and a draft model with the shapes of `names`; see `cost_report`."""
+) -> dict[str, list[float]]:
+    """Time all forwards of a target and a draft model with the shapes of `names`; returns seconds by forward."""
     torch.manual_seed(0)
     _check_memory(names, device, dtype)
     pair = [random_model(shape, device, dtype, torch_compile) for shape in names]
@@ -213,7 +213,23 @@ def forward_costs(
             f"{[lm.window for lm in pair]}: choose fewer"
         )
     with torch.inference_mode():
-        return cost_report(measure(steps(pair[0], pair[1], context, drafted), rounds, device), drafted)
+        return measure(steps(pair[0], pair[1], context, drafted), rounds, device)
+
+
+def serving_costs(seconds: dict[str, list[float]], context: int, drafted: int) -> dict[str, Any]:
+    """The costs that `parse-infer plan` reads, of one request at a time (`evaluation.serving_costs.Costs`).
+
+    With random weights nothing is known of how many tokens are kept.
+    """
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        "target_token_s": {"1": median[STEP]},
+        "draft_token_s": {"1": median[DRAFT_STEP]},
+        "read_token_s": {"1": median[PREFILL] / drafted},
+        "prompt_tokens": context,
+        "draft_tokens": drafted,
+        "answer_tokens": drafted,
+    }
 
 
 def cost_report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, str]:

@@ -240,8 +240,8 @@ def cell_figures(own: Sequence[Cell], alone: Sequence[Cell]) -> dict[str, Any]:
         "tokens_per_s": sum(cell.tokens for cell in own) / seconds,
         "speedup": _answers_per_s(own) / _answers_per_s(alone) if alone else None,
         "speedup_range": [min(each), max(each)] if len(each) > 1 else None,
-        **_percentiles("first_", [s for cell in own for s in cell.first_s]),
-        **_percentiles("", [s for cell in own for s in cell.all_s]),
+        **percentiles("first_", [s for cell in own for s in cell.first_s]),
+        **percentiles("", [s for cell in own for s in cell.all_s]),
         "acceptance_rate": kept / drafted if drafted else None,
         "coordinator_cpu_ms": 1000 * sum(cell.cpu_s for cell in own) / answers,
     }
@@ -353,7 +353,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
     """Median and 99th percentile, as "{name}p50_s" and "{name}p99_s"."""
     ordered = sorted(values)
     return {f"{name}p{percent}_s": ordered[len(ordered) * percent // 100] for percent in (50, 99)}

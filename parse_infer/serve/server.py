@@ -20,6 +20,8 @@ from parse_infer.serve.admission import Limits
 from parse_infer.serve.logs import log_settings
 
 _DESCRIPTORS = 65_536
+_WAITING_CONNECTIONS = 2048  # in the kernel
+_ACCEPTED_AT_ONCE = 64  # between other work of the event loop
 _LAG_EVERY_S = 0.25
 
 
@@ -32,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(2048)
+        listening.listen(_WAITING_CONNECTIONS)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ParseError(f"port {port} of {host} is in use: choose another one with --port") from error
@@ -107,6 +109,7 @@ class ApiServer(uvicorn.Server):
                 ws="none",
                 server_header=False,
                 limit_concurrency=_connections(),
+                backlog=_ACCEPTED_AT_ONCE,
                 timeout_keep_alive=75,  # proxies reuse idle connections for 60 s; a request into a closed one fails
                 timeout_graceful_shutdown=math.ceil(limits.grace_s) + 2,  # later than our own limit
             )
@@ -128,6 +131,8 @@ class ApiServer(uvicorn.Server):
         lag = measure_lag(self._metrics.tick)
         self._watching = [asyncio.create_task(work) for work in (stuck, lag)]
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_WAITING_CONNECTIONS)  # asyncio has shortened the queue to what it accepts at once
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

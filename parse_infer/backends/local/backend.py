@@ -110,6 +110,9 @@ class LocalBackend:
         compiled = {"torch_compile": True} if self.target.torch_compile else {}
         return describe_machine(self.target.model.device) | compiled
 
+    def load(self, running: int) -> int:
+        return running
+
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
         """Do nothing: this backend serves all settings."""
 

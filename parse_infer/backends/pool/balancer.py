@@ -99,7 +99,7 @@ class Balancer:
         healthy = [server for server in self._members if server.healthy]
         admitted = [server for server in healthy if server.circuit.admits]
         if tried is not None and tried.optional:
-            return [server for server in admitted if server not in tried.failed]
+            return [each for each in admitted if not each.circuit.is_open and each not in tried.failed]
         return admitted or [server for server in healthy if not server.circuit.rest_s]
 
     def _least_busy(self, servers: Sequence[Replica]) -> Replica:

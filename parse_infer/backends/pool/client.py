@@ -86,10 +86,10 @@ class Client:
         async with self._answer("GET", url) as response:
             return _parsed(await response.read(), url)
 
-    async def ping(self, url: str) -> None:
-        """Send a `GET` and ignore the content of the response. Raises as `post` does."""
+    async def text(self, url: str) -> str:
+        """Send a `GET` and return its text. Raises as `post` does."""
         async with self._answer("GET", url) as response:
-            await response.read()  # so that the connection can be reused
+            return (await response.read()).decode(errors="replace")
 
     async def written(
         self,

@@ -30,6 +30,7 @@ class Replica:
         url: without "/v1".
         circuit: whether its requests fail.
         busy: number of our answers and requests on this server.
+        requests: number of our requests on this server.
         healthy: whether the server gets requests.
         last_error: why the server is unhealthy, or why its last request failed.
         reads_cache: whether it can judge a draft without reading again what its prefix cache holds.
@@ -42,7 +43,7 @@ class Replica:
     def __init__(self, url: str, circuit: Circuit | None = None) -> None:
         self.circuit = circuit or Circuit()
         self.url = address_of(url)
-        self.busy = 0
+        self.busy = self.requests = 0
         self.healthy = True
         self.last_error = ""
         self.reads_cache = False
@@ -136,6 +137,10 @@ class HealthChecks:
             if server in self._watching:  # and has not gone; its task may sleep longer
                 self._stop_watching(server)
                 self.add(server)
+        self.end_waits(server)
+
+    def end_waits(self, server: Replica) -> None:
+        """Let the requests that wait for a server fail now."""
         while server.waits:
             server.waits.pop().reschedule(asyncio.get_running_loop().time())
 
@@ -153,7 +158,7 @@ class HealthChecks:
             async with asyncio.timeout(CHECK_LIMIT_S):
                 await self._identify(server)
                 with suppress(RequestRejected):  # the server answers, but has no such path
-                    await self._client.ping(f"{server.url}/health")
+                    await self._client.text(f"{server.url}/health")
             if not server.examined:
                 await examine_within_limit(server, self._examine)
         except TimeoutError:

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from parse_infer.backends.pool.balancer import Balancer
@@ -23,7 +23,8 @@ from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.observer import PoolObserver
 from parse_infer.backends.pool.response_head import ResponseHead
-from parse_infer.backends.pool.retries import Attempt, FailedAttempts, Lease, headers_of
+from parse_infer.backends.pool.retries import TRIAL_SILENCE_S, Attempt, FailedAttempts, Lease, headers_of
+from parse_infer.backends.pool.server_load import ServerLoad
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
 from parse_infer.text.conversation import Conversation
@@ -32,7 +33,7 @@ T = TypeVar("T")
 log = logging.getLogger("parse_infer.backends")
 
 PATIENCE_S = 120.0  # while no replica is healthy
-ATTEMPTS = 4  # per request
+ATTEMPTS = 4  # per request, not counting those that brought tokens of a stream
 BACK_OFF_S = 0.05
 _INVALID = (400, 413, 422)  # rejections that concern the request; others concern the server or its key
 
@@ -94,6 +95,8 @@ class ReplicaPool:
         )
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
         self._discovery = Discovery(role, urls, self._set_members)
+        self._load = ServerLoad(self.members, client, clock)
+        self._trials: dict[Replica, asyncio.Task[None]] = {}
 
     @property
     def model(self) -> str:
@@ -102,6 +105,10 @@ class ReplicaPool:
     def count(self) -> int:
         """Number of healthy replicas."""
         return sum(server.healthy for server in self.members)
+
+    def load(self, running: int) -> int:
+        """Requests on each replica while `running` answers are in flight; see `ServerLoad.of`."""
+        return self._load.of(running)
 
     def watch(self) -> None:
         """Watch the replicas from now on, as the first request does."""
@@ -186,8 +193,16 @@ class ReplicaPool:
             return
         received: list[int] = []
         tried = self._no_attempts(lease)
+        if tried.optional:
+            whole = self._body(ids, max_tokens, settings, lease)
+            self._start_trials(
+                lambda one: self._client.written(
+                    f"{one.url}{COMPLETIONS}", one.dialect.stream(whole, False), None, None, headers_of(lease)
+                )
+            )
         while tried.left:
             server = await self._server(lease, tried)
+            before = len(received)
             body = self._body([*ids, *received], max_tokens - len(received), settings, lease)
             if "min_tokens" in settings:  # counts the whole text
                 body["min_tokens"] = max(0, settings["min_tokens"] - len(received))
@@ -201,6 +216,8 @@ class ReplicaPool:
                         received += piece
                         yield piece
                 return
+            if not tried.optional and len(received) > before:
+                tried.attempts += 1  # it was of use: a long answer may meet many failures
             if len(received) >= max_tokens or (received and received[-1] in settings["stop_token_ids"]):
                 return  # the text is complete; only the end of the stream was lost
         raise self._balancer.failing(tried)
@@ -223,6 +240,8 @@ class ReplicaPool:
         """
         body = self._with_common_fields(body, lease)
         begun, tried = False, self._no_attempts(lease)
+        if tried.optional:
+            self._start_trials(lambda one: self._client.chunks(f"{one.url}{path}", body, headers_of(lease)))
         while tried.left and not begun:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
@@ -258,6 +277,11 @@ class ReplicaPool:
         """Stop watching the replicas and close the connections of this event loop; another one may go on."""
         self._discovery.close()
         self._health.close()
+        self._load.close()
+        for trial in self._trials.values():
+            with suppress(RuntimeError):  # its event loop has ended
+                trial.cancel()
+        self._trials.clear()
         await self._client.close()
 
     def _set_members(self, urls: Sequence[str]) -> None:
@@ -318,6 +342,7 @@ class ReplicaPool:
     async def _attempt(self, server: Replica, tried: FailedAttempts) -> AsyncIterator[Attempt]:
         """Run one attempt; suppress an error that a retry may avoid."""
         server.busy += 1
+        server.requests += 1
         attempt = Attempt(server, tried.optional, self._clock())
         if tried.failed:
             self.observer.retried(server.url)
@@ -343,7 +368,26 @@ class ReplicaPool:
             tried.record(server, server.last_error)
         finally:
             server.busy -= 1
+            server.requests -= 1
             self._end(attempt, "ok" if attempt.answered else "cancelled")
+
+    def _start_trials(self, stream: Callable[[Replica], AsyncGenerator[Any, None]]) -> None:
+        """Send an optional request also to each server whose circuit is open and admits a trial.
+
+        No answer waits for it: after its first piece the trial ends, and later requests use the server again.
+        """
+        for server in self.members:
+            if server.healthy and server.circuit.is_open and server.circuit.admits and server not in self._trials:
+                self._trials[server] = asyncio.get_running_loop().create_task(self._try(server, stream(server)))
+
+    async def _try(self, server: Replica, pieces: AsyncGenerator[Any, None]) -> None:
+        try:
+            async with self._attempt(server, FailedAttempts(1, optional=True)) as attempt, aclosing(pieces):
+                await self._next(attempt, pieces, TRIAL_SILENCE_S)
+        except RequestRejected as error:
+            log.debug("the %s server %s rejects a trial: %s", self.role, server.url, error)
+        finally:
+            self._trials.pop(server, None)
 
     async def _check(self, server: Replica, tried: FailedAttempts) -> None:
         """Check a server's health; an optional request does not wait for the result."""
@@ -370,6 +414,8 @@ class ReplicaPool:
                 "the %s server %s is out for %.0f s after failed requests: %s",
                 *(self.role, server.url, circuit.pause_s, server.last_error),
             )
+            if attempt.optional:  # answers that wait for this server need not find out each by itself
+                self._health.end_waits(server)
 
     @asynccontextmanager
     async def _waiting(self, server: Replica) -> AsyncIterator[None]:

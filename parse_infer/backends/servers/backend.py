@@ -137,6 +137,9 @@ class ServerBackend:
         """Hardware of this process, not of the servers."""
         return describe_machine(torch.device("cpu"))
 
+    def load(self, running: int) -> int:
+        return self._target.servers.load(running)
+
     def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
         check_servable(settings, calibration, exact=self._target.reads is not None)
 

@@ -32,7 +32,7 @@ from parse_infer.request.request import Request
 
 log = logging.getLogger("parse_infer.backends")
 
-DRAFT_SILENCE_S = 10.0  # without a draft token; then the target alone is faster
+DRAFT_SILENCE_S = 4.0  # without a draft token; then the target alone is faster
 _MEASURED_SILENCE_S = 600.0  # where drafts are measured, a silent server is an error
 PREFILL = 256  # prompt tokens from which a prefill request during drafting pays off
 

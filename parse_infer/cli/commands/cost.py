@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ def cost(
     context: Annotated[int, typer.Option(min=8, help="Tokens of the prompt.")] = 512,
     draft_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a whole draft.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="File for the costs that `parse-infer plan` reads.")] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     torch_compile: options.TorchCompile = False,
@@ -34,9 +36,13 @@ def cost(
     place, numbers = options.placement(device, dtype)
     if torch_compile and place.type != "cuda":
         raise ParseError(f"--torch-compile is for decoding on a GPU, not on {place}: leave it out")
-    from parse_infer.evaluation.forward_cost import forward_costs
+    from parse_infer.evaluation.forward_cost import cost_report, forward_costs, serving_costs
+    from parse_infer.files import write_json
 
-    table, summary = forward_costs((target, draft), context, draft_tokens, rounds, place, numbers, torch_compile)
+    seconds = forward_costs((target, draft), context, draft_tokens, rounds, place, numbers, torch_compile)
+    table, summary = cost_report(seconds, draft_tokens)
+    if output is not None:
+        write_json(output, {"target": target, "draft": draft, **serving_costs(seconds, context, draft_tokens)})
     how = f"{numbers}, {place}{', torch.compile' * torch_compile}"
     Console().print(f"{target} and {draft}, random weights, {how}, {context} tokens of context")
     Console().print(table, summary)

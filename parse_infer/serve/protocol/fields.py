@@ -40,7 +40,17 @@ Item = TypeVar("Item")
 AtMost16 = Annotated[list[Item], Field(max_length=16, fail_fast=True)]
 AtMost1024 = Annotated[list[Item], Field(max_length=1024, fail_fast=True)]
 AtMost4096 = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
-Tokens = Annotated[list[StrictInt], Field(max_length=1 << 20, fail_fast=True)]  # the largest windows in use
+_MOST_TOKENS = 1 << 20  # the largest windows in use
+
+
+def _few_enough(tokens: object) -> object:
+    """Refuse a list before its items are checked, which would stop the event loop for a quarter of a second."""
+    if isinstance(tokens, list) and len(tokens) > _MOST_TOKENS:
+        raise PydanticCustomError("too_long", f"List should have at most {_MOST_TOKENS} items, not {len(tokens)}")
+    return tokens
+
+
+Tokens = Annotated[list[StrictInt], Field(max_length=_MOST_TOKENS, fail_fast=True), BeforeValidator(_few_enough)]
 
 
 def _unicode(text: str) -> str:

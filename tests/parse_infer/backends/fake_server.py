@@ -53,6 +53,7 @@ class FakeServer:
         offline: every connection is closed before an answer.
         health_status: what /health answers instead of 200, or "hangs".
         health: the text of /health.
+        metrics: the text of /metrics; None: there is no such path.
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
         canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
@@ -85,6 +86,7 @@ class FakeServer:
         self.offline = False
         self.health_status: int | str | None = None
         self.health = ""
+        self.metrics: str | None = None
         self.clients: list[int] = []
         self.given_keys: list[str | None] = []
         self.canned: tuple[int, dict[str, str], list[bytes | None]] | None = None
@@ -329,6 +331,9 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
             await asyncio.sleep(3600)
         return web.Response(status=server.health_status or 200, text=server.health)
 
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=server.metrics) if server.metrics is not None else _error(404, "Not Found")
+
     async def tokenize(request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
         return web.json_response({"tokens": server.lm.tokenizer.encode(text, add_special_tokens=False)})
@@ -352,6 +357,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
     routes = [
         web.get("/v1/models", models),
         web.get("/health", health),
+        web.get("/metrics", metrics),
         web.post("/tokenize", tokenize),
         web.post("/v1/completions", server.completions),
         web.post("/v1/chat/completions", server.chat),

@@ -21,7 +21,7 @@ from parse_infer.backends.pool.retries import Failing, Unavailable
 from parse_infer.backends.pool.retry_after import LONGEST_S, read_retry_after
 from parse_infer.backends.servers import pair as server_pair
 from parse_infer.serve.loop_runner import LoopRunner
-from tests.parse_infer.backends.conftest import first
+from tests.parse_infer.backends.conftest import first, soon
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT
 from tests.parse_infer.backends.text_server import TextServer
@@ -314,6 +314,7 @@ def test_the_client_gets_the_retry_after_of_resting_servers(engine, connect):
 def test_a_draft_server_that_fails_costs_one_short_try(engine, connect, fault, server_type, clock, monkeypatch):
     """Its health is fine all the time."""
     monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2 if fault == "hangs" else 30.0)
+    monkeypatch.setattr(retries, "TRIAL_SILENCE_S", 0.2)
     draft = None if server_type is None else server_type(engine.draft)
     coordinator, _, draft = connect(engine, draft=draft, clock=clock)
     draft.faults.extend([(fault, {}) if isinstance(fault, int) else fault] * 1000)
@@ -322,12 +323,16 @@ def test_a_draft_server_that_fails_costs_one_short_try(engine, connect, fault, s
         assert all(one.fallback in ("no_draft", "draft_refused") for one in found)
         alone = engine.generate_target(PROMPT, max_new_tokens=12).token_ids
         assert [one.token_ids for one in found] == [alone] * 3
-        assert len(draft.bodies) == n, "one answer of three had to try"
+        assert soon(coordinator, lambda: not coordinator.backend._drafts[0]._trials)
+        assert len(draft.bodies) == n, "one request of three tried"
         clock.now += 2 ** (n - 1)
     draft.faults.clear()
     for module, limit in ((server_pair, "DRAFT_SILENCE_S"), (retries, "TRIAL_SILENCE_S")):
         monkeypatch.setattr(module, limit, 30.0)  # a busy machine is no fault
     clock.now += 60
+    assert coordinator.generate(PROMPT, **SETTINGS).fallback == "no_draft", "no answer waits for a trial"
+    (server,) = coordinator.backend._drafts[0].members
+    assert soon(coordinator, lambda: not server.circuit.is_open)
     found = coordinator.generate(PROMPT, **SETTINGS)
     assert found.fallback is None and found.stats.accepted_tokens
 
@@ -347,7 +352,9 @@ def test_a_trial_is_short(engine, connect, clock, monkeypatch):
     draft.faults.extend(["500", "hangs"])
     assert coordinator.generate(PROMPT, **SETTINGS).fallback == "no_draft"
     clock.now += 1
-    assert coordinator.generate(PROMPT, **SETTINGS).fallback == "no_draft" and len(draft.bodies) == 2
+    assert coordinator.generate(PROMPT, **SETTINGS).fallback == "no_draft"
+    (server,) = coordinator.backend._drafts[0].members
+    assert soon(coordinator, lambda: server.circuit.pause_s == 2) and len(draft.bodies) == 2
 
 
 def test_an_incomplete_draft_is_verified(engine, connect, clock):

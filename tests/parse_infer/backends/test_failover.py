@@ -30,6 +30,17 @@ def test_a_request_that_fails_everywhere_opens_no_circuit(engine, connect, fault
     assert not caplog.records, "nothing has happened to a server"
 
 
+def test_a_stream_that_breaks_off_often_goes_on_as_long_as_tokens_come(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    wanted = coordinator.generate_target(PROMPT, max_new_tokens=60).token_ids
+    target.faults.extend(["cut"] * 6)
+    *_, done = coordinator.stream_target(PROMPT, max_new_tokens=60)
+    assert done.generation.token_ids == wanted and not target.faults
+    target.faults.extend(["500"] * 4)
+    with pytest.raises(Failing):
+        list(coordinator.stream_target(PROMPT, max_new_tokens=60))
+
+
 def test_a_server_with_broken_connections_is_unused_until_it_is_healthy(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     caplog.set_level(logging.INFO, "parse_infer.backends")
@@ -150,7 +161,7 @@ def test_idle_connections_end_before_the_server_closes_them(engine, connect, mon
         async def ask_twice() -> None:
             http = Client()
             for _ in range(2):
-                await http.ping(f"{target.url}/health")
+                await http.text(f"{target.url}/health")
                 await asyncio.sleep(0.2)
             await http.close()
 

@@ -124,3 +124,14 @@ def served_bytes(make_engine) -> Iterator[Running]:
     """Its models write any bytes, mostly such as are no text."""
     with running(ThreadRunner(make_engine(readable=False)), make_engine(readable=False)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def folders(make_engine, random_adapter, tokenizer, tmp_path_factory) -> list[str]:
+    """Options for the same tiny models on disk."""
+    engine, folder = make_engine(), tmp_path_factory.mktemp("models")
+    for name, part in (("target", engine.target), ("draft", engine.draft)):
+        part.model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    random_adapter(engine.target.model).save_pretrained(folder / "adapter")
+    return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", str(folder / name))]

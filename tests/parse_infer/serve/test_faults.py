@@ -350,17 +350,6 @@ def test_answers_unfinished_after_the_grace_period_get_an_error(make_engine):
             assert answer.result().status_code == 503 and error_of(answer.result())["code"] == "stopping"
 
 
-@pytest.fixture
-def folders(make_engine, random_adapter, tokenizer, tmp_path) -> list[str]:
-    """Options for the same tiny models on disk."""
-    engine = make_engine()
-    for name, part in (("target", engine.target), ("draft", engine.draft)):
-        part.model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    random_adapter(engine.target.model).save_pretrained(tmp_path / "adapter")
-    return [part for name in ("target", "draft", "adapter") for part in (f"--{name}", str(tmp_path / name))]
-
-
 @pytest.mark.slow
 def test_a_signal_under_load(folders):
     """The command starts, answers, gets a signal, and ends within its grace period."""

@@ -29,12 +29,14 @@ class Dialect:
         name: name of the engine, for messages.
         owner: value of `owned_by` in the engine's model list.
         reads_prompts: the engine returns log-probabilities of prompts.
+        load_metrics: names of the gauges that count its requests, running and waiting.
         reserved_tokens: tokens of the reported context window that neither prompt nor answer may use.
     """
 
     name: ClassVar[str]
     owner: ClassVar[str]
     reads_prompts: ClassVar[bool] = False
+    load_metrics: ClassVar[tuple[str, ...]] = ()
     reserved_tokens: ClassVar[int] = 0
 
     def identifies(self, card: Mapping[str, Any]) -> bool:

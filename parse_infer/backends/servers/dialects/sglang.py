@@ -18,6 +18,7 @@ class SGLang(Dialect):
     name = "SGLang"
     owner = "sglang"
     reads_prompts = True
+    load_metrics = ("sglang:num_running_reqs", "sglang:num_queue_reqs")  # with --enable-metrics
     reserved_tokens = 8  # its scheduler refuses longer prompts, and ends answers earlier
 
     def read(self, ids: Sequence[int], k: int) -> Call:

@@ -17,6 +17,7 @@ class VLLM(Dialect):
     name = "vLLM"
     owner = "vllm"
     reads_prompts = True
+    load_metrics = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
     def read(self, ids: Sequence[int], k: int) -> Call:
         return Call({"prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k})

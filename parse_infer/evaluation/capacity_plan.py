@@ -1,0 +1,83 @@
+"""Predict throughput and latency of PARSE and of the target alone on a number of GPUs: `parse-infer plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from parse_infer.evaluation.serving_costs import Costs
+from parse_infer.evaluation.serving_simulation import Outcome, alone, parse, simulate
+from parse_infer.evaluation.tables import format_times, terminal_table
+
+_MORE = 1.02  # answers/s that are more than chance
+_SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the target's capacity
+
+
+@dataclass(frozen=True)
+class Row:
+    """Both ways to answer at one arrival rate."""
+
+    rate: float
+    alone: Outcome
+    parse: Outcome
+
+    @property
+    def pays(self) -> bool:
+        """Whether the median answer comes sooner; where arrivals exceed a capacity, whether more answers come."""
+        if self.alone.overloaded or self.parse.overloaded:
+            return self.parse.answers_per_s > _MORE * self.alone.answers_per_s
+        return self.parse.p50_s < self.alone.p50_s
+
+
+def plan(
+    costs: Costs, rates: Sequence[float], gpus: int, draft_gpus: int, requests: int = 2000, seed: int = 0
+) -> list[Row]:
+    """Compare both ways on `gpus` GPUs. With PARSE `draft_gpus` of them run the draft model."""
+    return [
+        Row(
+            rate,
+            simulate(costs, alone, rate, gpus, 0, requests, seed),
+            simulate(costs, parse, rate, gpus - draft_gpus, draft_gpus, requests, seed),
+        )
+        for rate in sorted(rates)
+    ]
+
+
+def default_rates(costs: Costs, gpus: int) -> list[float]:
+    """Arrival rates up to beyond what the target alone can answer at its largest measured load."""
+    load, seconds = costs.target_token_s.points[-1]
+    answer_s = costs.answer_tokens * seconds / load + costs.prompt_tokens * costs.read_token_s.points[-1][1]
+    return [float(f"{gpus / answer_s * share:.2g}") for share in _SHARES]
+
+
+def plan_table(rows: Sequence[Row]) -> Table:
+    """Build the table. "!" marks arrivals beyond the capacity, for which the times grow without end."""
+    header = [
+        "arrivals/s",
+        *(f"{way}\n{name}" for way in ("alone", "PARSE") for name in ("answers/s", "p50, s", "p99, s")),
+    ]
+    cells = []
+    for row in rows:
+        figures: list[str] = []
+        for outcome in (row.alone, row.parse):
+            times = ["", ""] if outcome.overloaded else [f"{outcome.p50_s:.3g}", f"{outcome.p99_s:.3g}"]
+            figures += [f"{outcome.answers_per_s:.3g}" + "!" * outcome.overloaded, *times]
+        known = not (row.alone.overloaded or row.parse.overloaded)
+        faster = format_times(row.alone.p50_s / row.parse.p50_s if known else None)
+        cells.append([f"{row.rate:g}", *figures, faster, "yes" if row.pays else "no"])
+    return terminal_table([*header, "sooner", "pays"], cells)
+
+
+def plan_summary(rows: Sequence[Row]) -> str:
+    """Say in a sentence up to which of the arrival rates PARSE pays."""
+    stops = next((n for n, row in enumerate(rows) if not row.pays), len(rows))
+    overloaded = " (!: arrivals exceed what the servers can answer)"
+    marked = overloaded if any(row.alone.overloaded or row.parse.overloaded for row in rows) else ""
+    if stops == 0:
+        return f"PARSE does not pay at {rows[0].rate:g} arrivals/s{marked}."
+    paid = f"PARSE pays up to {rows[stops - 1].rate:g} arrivals/s"
+    if stops == len(rows):
+        return f"{paid}, the highest rate here{marked}."
+    return f"{paid} and stops paying by {rows[stops].rate:g}{marked}."
