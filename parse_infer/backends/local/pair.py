@@ -135,11 +135,10 @@ class LocalModelPair:
         request, proposer = self._request, self._proposer
         if self.plan.keeps_greedy_match:  # the rejected draft proposes tokens at no cost
             proposer = RejectedDraft(request.context, rejected, fallback=proposer)
-        # Random numbers of each place, so that an answer does not depend on where its blocks end.
-        seeded = len(request.answer.ids)
         before, seconds = len(request.answer.ids), request.timings.resume_s
         try:
-            for token in written(self._target, request, proposer, "target", seeded):
+            # Each place has its own random numbers, so that an answer does not depend on where its blocks end.
+            for token in written(self._target, request, proposer, "target", before):
                 yield token
         finally:
             if self._paused:

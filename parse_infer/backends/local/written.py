@@ -13,13 +13,17 @@ from parse_infer.speculation.proposer import TokenProposer
 
 
 def written(
-    model: LanguageModel, request: Request, proposer: TokenProposer | None, role: Source, round: int = 1
+    model: LanguageModel, request: Request, proposer: TokenProposer | None, role: Source, place: int = 0
 ) -> Iterator[int]:
     """Yield tokens of `model` for the rest of the answer. The consumer adds each token to the answer; the consumer's
-    work is not timed."""
+    work is not timed.
+
+    Args:
+        place: number of the answer's tokens so far, or anything else that differs between the runs of an answer.
+    """
     sampling, decoder, answer = request.sampling, model.decoder, request.answer
-    # Each role and round has its own random numbers, so that the noise behind a rejected token is not reused.
-    generator = random_generator(sampling, decoder.device, role, round)
+    # Each role and place has its own random numbers, so that the noise behind a rejected token is not reused.
+    generator = random_generator(sampling, decoder.device, role, place)
     field = "resume_s" if role == "target" else "draft_s"
     while answer.remaining_tokens > 0:  # one decode until `min_tokens`, then one up to each end token
         budget, banned = answer.required or answer.remaining_tokens, answer.banned_ids

@@ -71,7 +71,7 @@ def test_a_draft_server_that_needs_a_key_is_named_with_its_option(servers, capsy
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-@pytest.mark.parametrize("method", ["get", "post", "ping"])
+@pytest.mark.parametrize("method", ["get", "post", "text"])
 def test_a_redirect_takes_neither_key_nor_request_elsewhere(engine, status, method):
     with serving(FakeServer(engine.target)) as other:
 

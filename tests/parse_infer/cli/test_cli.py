@@ -362,7 +362,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["calibrate", "--risk", "small"], "--risk is 'small'; give numbers"),
         (["calibrate", "--risk", "1.2"], "risk is 1.2; it must be a number between 0 and 1"),
         (["calibrate", "--confidence", "1"], "confidence is 1.0; it must be a number between 0 and 1"),
-        (["calibrate", "--loss", "regret"], "loss is 'regret'; choose one of accuracy, disagreement"),
+        (["calibrate", "--loss", "regret"], "loss is 'regret'; choose one of accuracy, lost, disagreement"),
         (["calibrate", "--block-tokens", "later"], "block_tokens is 'later'; it must be a whole number of at least 1"),
         (["generate", "Hi", "--mode", "exakt"], "mode is 'exakt'; it must be one of: validity, exact"),
         (["generate", "Hi", "--target", "./nowhere", "--mode", "exact"], "There is no folder './nowhere'"),
