@@ -9,8 +9,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from parse_infer.calibration.schema import describe_sampling
 from parse_infer.evaluation.mode_names import describe_mode
 from parse_infer.settings.acceptance import describe_threshold
+from parse_infer.settings.sampling import Sampling
 
 HEADER = (
     *("mode", "right, %", "to target", "tokens/s", "speed-up", "by time"),
@@ -139,6 +141,11 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _sampling(environment: dict[str, Any]) -> str:
+    described = describe_sampling(Sampling(**environment.get("sampling", {})))
+    return described[0].upper() + described[1:]
+
+
 def threshold_table(results: dict[str, Any]) -> list[str]:
     """Markdown table of accuracy and speed-up, per mode and threshold of the sweep."""
     right = header(results["environment"])[1]
@@ -195,8 +202,9 @@ def _environment(environment: dict[str, Any]) -> list[str]:
         if model:
             lines.append(f"{role.capitalize()}: {model['name']}, {model['parameters'] / 1e6:.1f} M parameters.")
     lines.append(
-        f"Greedy, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) per problem and "
-        f"mode; threshold {_threshold(environment['chosen_threshold'])}, block tokens {environment['block_tokens']}. "
+        f"{_sampling(environment)}, at most {environment['max_new_tokens']} tokens, {environment['repeats']} run(s) "
+        f"per problem and mode; threshold {_threshold(environment['chosen_threshold'])}, block tokens "
+        f"{environment['block_tokens']}. "
         "Modes take turns on each problem, from empty caches, after a warm-up that does not count."
     )
     return lines
