@@ -21,6 +21,7 @@ from parse_infer.calibration.measure import CalibrationSettings, Outcome, certif
 from parse_infer.calibration.schema import Calibration
 from parse_infer.files import read_json, read_jsonl, write_json
 from parse_infer.models.environment import describe_run
+from parse_infer.settings.sampling import Sampling
 
 
 def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
@@ -54,15 +55,11 @@ def split(
         halves.append([np.concatenate(half) for half in zip(*parts, strict=True)])
     rows = []
     for length, i in order.items():
-        own = [replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=[o.seconds[i]]) for o in outcomes]
-        one = CalibrationSettings(
-            settings.risks,
-            settings.confidence,
-            settings.loss,
-            (length,),
-            settings.acceptance,
-            config["max_new_tokens"],
-        )
+        own = [
+            replace(o, losses=[o.losses[i]], disagreed=[o.disagreed[i]], seconds=o.seconds[i : i + 1])
+            for o in outcomes
+        ]
+        one = replace(settings, blocks=(length,), max_new_tokens=config["max_new_tokens"])
         found = [certify(_blank(one), [own[k] for k in first], one) for first, _ in halves]
         for risk in one.risks:
             places = [calibration.promises[risk] for calibration in found]
@@ -105,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError:
             raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.05,0.1") from None
         settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["blocks"]))
+        if "sampling" in config:
+            settings = replace(settings, sampling=Sampling(**config["sampling"]), samples=config["samples"])
         result = split(config, outcomes, settings, arguments.splits)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -592,15 +592,19 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3
     assert shown["lost_range"][0] < shown["lost"] < shown["lost_range"][1]
     assert 1.05 < shown["speedup"] < 2
-    some = [replace(row, target_seconds=2.0 if i < 7 else None) for i, row in enumerate(rows)]
+    some = [row if i < 7 else replace(row, target_seconds=None, seconds=[]) for i, row in enumerate(rows)]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in some))
     assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "each half has some that were timed"
     found = json.loads((tmp_path / "splits.json").read_text())["rows"][0]
     assert found["lost"] == pytest.approx(shown["lost"], abs=0.01) and 1.05 < found["speedup"] < 2
-    none = [replace(row, target_seconds=None) for row in rows]
+    none = [replace(row, target_seconds=None, seconds=[]) for row in rows]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in none))
     capsys.readouterr()
     assert calibration_splits.main([str(tmp_path)]) == 2
     assert "none of these problems was timed" in capsys.readouterr().err
+    thirds = [replace(row, losses=[[(x - 0.5) / 3 for x in row.losses[0]]]) for row in rows]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sampling": {"temperature": 0.7}, "samples": 3}))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in thirds))
+    assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "means over samples are no 0 or 1"
     assert calibration_splits.main([str(tmp_path / "gone")]) == 2
     assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err
