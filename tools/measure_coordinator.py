@@ -225,5 +225,10 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--slowdown", type=float, default=1.0, help="Factor of the servers' times.")
     arguments = parser.parse_args()
+    for given, value in (("streams", min(arguments.streams)), ("--workers", arguments.workers)):
+        if value < 1:
+            parser.error(f"{given} is {value}; give at least 1")
+    if not 0 < arguments.slowdown < float("inf"):
+        parser.error(f"--slowdown is {arguments.slowdown:g}; give a factor above 0")
     for each in arguments.streams:
         print(measure(each, arguments.workers, arguments.slowdown), flush=True)

@@ -203,6 +203,9 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--url", help="of a server to load with `open`; default: one of the embedded models")
     parser.add_argument("--rate", type=float, action="append", help="arrivals per second; default: 1, 2 and 4")
     given = parser.parse_args(words)
+    for rate in given.rate or ():
+        if not 0 < rate < float("inf"):
+            parser.error(f"--rate is {rate:g}; give a number of arrivals per second above 0")
     for name in given.rows:
         for line in open_loop(given.url, given.rate or (1.0, 2.0, 4.0)) if name == "open" else (ROWS[name](),):
             print(f"{name:10} {line}", flush=True)

@@ -27,7 +27,6 @@ from parse_infer.calibration.schema import (
     Loss,
     OperatingPoint,
     TestedPoint,
-    describe_sampling,
     risks,
 )
 from parse_infer.errors import CalibrationError
@@ -93,11 +92,11 @@ class CalibrationSettings:
                 f"majority is {self.majority}: it takes at least 3 samples, and only loss disagreement uses it"
             )
         if (self.samples > 1) is self.sampling.greedy or self.samples < 1:
-            wanted = "1 sample, as greedy answers are the same" if self.sampling.greedy else "at least 2 samples"
-            raise CalibrationError(f"samples is {self.samples}: {describe_sampling(self.sampling)} take {wanted}")
+            fits = "1 for greedy answers, which are the same" if self.sampling.greedy else "at least 2"
+            raise CalibrationError(f"samples is {self.samples}, with {self.sampling}: give {fits}")
         if self.loss == "disagreement" and not self.sampling.greedy:
             raise CalibrationError(
-                f"loss disagreement needs greedy answers: at {describe_sampling(self.sampling)} the target's own "
+                f"loss disagreement needs greedy answers: at {self.sampling} the target's own "
                 "answers disagree too; choose loss accuracy or lost"
             )
         if self.timed < 1:

@@ -134,7 +134,7 @@ class _MemoisedPair(Generic[V]):
     def commit(self, draft: Sequence[int], verdict: V, kept: int) -> None:
         self._committed = draft, verdict, kept  # `resume` commits if the target must write
 
-    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+    async def resume(self, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         assert self._committed is not None
         context, own = tuple(self._request.context), self._request.settings.resume_sampling
         # Of a sampled run each place has random numbers of its own, so it is not the beginning of a longer one.
@@ -148,7 +148,7 @@ class _MemoisedPair(Generic[V]):
         draft, verdict, kept = self._committed
         # If an earlier consumer stopped inside this run, the target continues after the tokens in the answer.
         self._pair.commit(() if known else draft, verdict, 0 if known else kept)
-        async with aclosing(self._pair.resume(round, rejected[known:])) as tokens:
+        async with aclosing(self._pair.resume(rejected[known:])) as tokens:
             async for token in tokens:
                 written.tokens.append(token)
                 yield token

@@ -7,7 +7,7 @@ expected loss is at most `risk`, with the stated confidence. `LOSSES` says what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,12 +187,11 @@ def resolve_risk(
         if getattr(settings, name) != getattr(GenerationSettings(), name):
             raise CalibrationError(f"risk and {name} were both given: a promise chooses its own {name}")
     asked, covered = settings.resume_sampling, calibration.sampling
-    if not same_sampling(asked, covered):
+    if not asked.draws_like(covered):
         raise CalibrationError(
-            f"risk is {risk}, but the calibration covers {describe_sampling(covered)} only, and this request has "
-            f"{describe_sampling(asked)}"
+            f"risk is {risk}, but the calibration covers {covered} only, and this request has {asked}"
         )
-    if not (settings.draft_sampling.greedy or same_sampling(settings.draft_sampling, asked)):
+    if not (settings.draft_sampling.greedy or settings.draft_sampling.draws_like(asked)):
         raise CalibrationError(
             f"risk is {risk}, but the calibration covers greedy drafts only: omit draft_temperature"
         )
@@ -210,21 +209,6 @@ def resolve_risk(
             f"max_new_tokens is {settings.max_new_tokens}"
         )
     return settings.override(draft_temperature=0.0, **asdict(calibration.setting(risk).setting))
-
-
-def same_sampling(one: Sampling, other: Sampling) -> bool:
-    """Whether two settings draw from the same distribution."""
-    return (one.greedy and other.greedy) or replace(one, seed=None) == replace(other, seed=None)
-
-
-def describe_sampling(sampling: Sampling) -> str:
-    """ "greedy answers", or the temperature and what truncates the distribution."""
-    if sampling.greedy:
-        return "greedy answers"
-    given = [f"temperature {sampling.temperature:g}"]
-    given += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    given += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-    return ", ".join(given)
 
 
 def promised(

@@ -65,7 +65,7 @@ class ModelPair(Protocol, Generic[V]):
         has `written` since. Never for a draft that is a whole answer."""
         ...
 
-    def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+    def resume(self, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         """Yield the target's next tokens, up to the budget. The caller may close the generator at any time."""
         ...
 
@@ -136,7 +136,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         written: list[int] = []
         if not strict and pair.draft_continues(draft, cut + tail, written):
             continue
-        async with aclosing(pair.resume(round, draft[cut + tail :])) as tokens:
+        async with aclosing(pair.resume(draft[cut + tail :])) as tokens:
             async for token in tokens:
                 written.append(token)
                 yield Resumed(round, answer.add([token], "target"), token)

@@ -9,7 +9,6 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.calibration.schema import describe_sampling
 from parse_infer.evaluation.mode_names import describe_mode
 from parse_infer.settings.acceptance import describe_threshold
 from parse_infer.settings.sampling import Sampling
@@ -142,7 +141,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def _sampling(environment: dict[str, Any]) -> str:
-    described = describe_sampling(Sampling(**environment.get("sampling", {})))
+    described = str(Sampling(**environment.get("sampling", {})))
     return described[0].upper() + described[1:]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from parse_infer.errors import SettingsError
@@ -55,6 +55,19 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY
+
+    def draws_like(self, other: Sampling) -> bool:
+        """Whether both draw from the same distribution."""
+        return (self.greedy and other.greedy) or replace(self, seed=None) == replace(other, seed=None)
+
+    def __str__(self) -> str:
+        """ "greedy answers", or the temperature and what truncates the distribution."""
+        if self.greedy:
+            return "greedy answers"
+        given = [f"temperature {self.temperature:g}"]
+        given += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+        given += [f"top_k {self.top_k}"] if self.top_k else []
+        return ", ".join(given)
 
 
 def _is_finite(value: object) -> bool:

@@ -54,11 +54,23 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 @pytest.mark.slow
 def test_requests_wait_for_nobody_and_failures_have_their_kind():
-    with serving_app([web.post(CHAT, chat)]) as url:
+    open_ones, most = 0, 0
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        nonlocal open_ones, most
+        open_ones += 1
+        most = max(most, open_ones)
+        try:
+            return await chat(request)
+        finally:
+            open_ones -= 1
+
+    with serving_app([web.post(CHAT, counted)]) as url:
         point = open_load(url, 100.0, BODIES)
         assert point.failures == {"429": 4, "error": 4, "broken": 8} and len(point.all_s) == 24
-        assert min(point.all_s) >= 0.2 and 0.1 <= min(point.first_s) < min(point.all_s) - 0.05
-        assert point.wall_s < 40 * 0.2 / 3, "answers overlap"
+        assert min(point.all_s) >= 0.2 and min(point.first_s) >= 0.1
+        assert all(first < whole for first, whole in zip(point.first_s, point.all_s, strict=True))
+        assert most > 1, "requests wait for nobody"
         assert "4 x 429, 8 x broken, 4 x error" in str(point) and "of 100 arriving" in str(point)
     gone = open_load(url, 1000.0, BODIES[:3])
     assert gone.failures == {"unreachable": 3} and str(gone).startswith("no answer; failures: 3 x unreachable")

@@ -131,7 +131,7 @@ class LocalModelPair:
             return self.segmenter.first_segment_end(written) is not None
         return len(written) >= 1
 
-    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+    async def resume(self, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         request, proposer = self._request, self._proposer
         if self.plan.keeps_greedy_match:  # the rejected draft proposes tokens at no cost
             proposer = RejectedDraft(request.context, rejected, fallback=proposer)

@@ -187,7 +187,7 @@ class ServerModelPair:
         else:
             self._choice = None
 
-    async def resume(self, round: int, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
+    async def resume(self, rejected: Sequence[int]) -> AsyncGenerator[int, None]:
         if self._choice is not None:
             yield self._choice
         request, requests = self._request, [(self._streamed, sys.maxsize)]

@@ -128,7 +128,6 @@ def calibrate(
 
 def promises_table(calibration: Calibration) -> Table:
     """Build the terminal table of a calibration's promises."""
-    from parse_infer.calibration.schema import describe_sampling
     from parse_infer.evaluation.tables import terminal_table
     from parse_infer.settings.acceptance import describe_threshold
 
@@ -145,5 +144,5 @@ def promises_table(calibration: Calibration) -> Table:
             ]
         cells.append([f"{risk:.4g}", f"{calibration.confidence:.4g}", *figures])
     heading = (f"at most ({calibration.loss})", "confidence", "threshold", "block tokens", "lost here", "speed-up")
-    title = f"{calibration.n_problems} problems of {calibration.task}, {describe_sampling(calibration.sampling)}"
+    title = f"{calibration.n_problems} problems of {calibration.task}, {calibration.sampling}"
     return terminal_table(heading, cells, title=title)

@@ -218,6 +218,20 @@ def test_a_request_may_ask_for_a_promise(make_engine):
         assert wrong.status_code == 400 and "the nearest promise is 0.01" in wrong.json()["error"]["message"]
 
 
+def test_a_promise_about_samples_covers_requests_with_its_sampling(make_engine):
+    """A body that names a risk and no sampling gets the calibration's, and other sampling has no promise."""
+    engine = make_engine()
+    promised = replace(calibrated(engine), sampling=Sampling(0.9, top_k=40), samples=2)
+    options = {"max_tokens": 24, "seed": 4}
+    with running(ThreadRunner(make_engine(calibration=promised)), engine) as server:
+        own = server.chat(PROMPTS[1], **options, temperature=0.9, top_k=40, parse={"risk": 0.05}).json()
+        bare = server.chat(PROMPTS[1], **options, parse={"risk": 0.05}).json()
+        texts = [answer["choices"][0]["message"]["content"] for answer in (own, bare)]
+        assert texts[0] == texts[1] and bare["choices"][0]["parse"]["risk"] == 0.05
+        other = server.chat(PROMPTS[1], **options, temperature=0.5, top_k=40, parse={"risk": 0.05})
+        assert other.status_code == 400 and "covers temperature 0.9, top_k 40 only" in other.json()["error"]["message"]
+
+
 def test_any_error_of_the_check_reaches_the_caller(make_engine, monkeypatch):
     runner = ThreadRunner(make_engine())
     monkeypatch.setattr(ParseEngine, "check_calibration", lambda self: 1 / 0)

@@ -1,7 +1,8 @@
 """Hostile clients of a server in a process of its own: no error of ours, /health in time, and memory that stays.
 
-`PARSE_REQUESTS` sets the number of requests drawn from the OpenAPI document, such as 10000. A fifth as many are
-mutations, and a tenth as many connections stay half open.
+`PARSE_REQUESTS` sets the number of requests drawn from the OpenAPI document. A fifth as many are mutations, and a
+tenth as many connections stay half open. Times and memory are checked from 10000 on, on a machine that does nothing
+else; smaller runs print them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tests.parse_infer.serve.bad_requests import CHAT, GOOD, PLAIN, from_documen
 
 N = int(os.environ.get("PARSE_REQUESTS", "300"))
 FULL = N >= 10_000
-HEALTH_S = 0.2 if FULL else 1.0  # beyond what an empty server beside it takes on a busy machine
-GROWTH = 1.02 if FULL else 1.2  # of memory, after a fifth of the requests
+HEALTH_S = 0.2  # beyond what an empty server beside it takes on a busy machine
+GROWTH = 1.02  # of memory, after a fifth of the requests
 LIMIT_S = 6.0  # of a response: some headers promise more than comes
 BODY = 4_000_000  # bytes, the default limit
 CONTROL = """
@@ -94,7 +95,7 @@ class Server:
 
     @contextmanager
     def watched(self, health_s: float = HEALTH_S) -> Iterator[None]:
-        """Check within the block that /health is in time and that memory stays, and after it that nothing failed."""
+        """Ask for /health all through the block, and check after it that nothing failed."""
         control = subprocess.Popen([sys.executable, "-c", CONTROL], stdout=subprocess.PIPE, text=True)
         assert control.stdout is not None
         probes = [
@@ -110,7 +111,7 @@ class Server:
             control.kill()
         print(f"{dict(self.statuses)}; /health {1000 * health:.0f} ms, the machine {1000 * machine:.0f} ms", end="; ")
         assert not [status for status in self.statuses if status >= 500], self.statuses
-        assert health - machine < health_s
+        assert not FULL or health - machine < health_s
 
     def all(self, requests: Callable[[int], bytes], n: int, health_s: float = HEALTH_S) -> None:
         with self.watched(health_s), ThreadPoolExecutor(8) as pool:
@@ -119,7 +120,7 @@ class Server:
             list(pool.map(lambda i: self.send(requests(i)), range(n // 5, n)))
             after = self.memory
         print(f"memory {before // 1024} MB, then {after // 1024} MB")
-        assert after < GROWTH * before
+        assert not FULL or after < GROWTH * before
 
 
 @pytest.fixture(scope="module")
