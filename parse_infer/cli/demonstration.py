@@ -15,7 +15,7 @@ from parse_infer.calibration.held_out import check_ids
 from parse_infer.cli.answer_output import report_fallback
 from parse_infer.cli.rich_view import AnswerView, legend
 from parse_infer.engine import ParseEngine
-from parse_infer.evaluation.modes import BenchProblem, make_modes, problems_digest, timed
+from parse_infer.evaluation.modes import Answer, BenchProblem, Mode, make_modes, problems_digest, timed
 from parse_infer.evaluation.records import Record, acceptance_rate, costs
 from parse_infer.evaluation.tables import terminal_table
 from parse_infer.request.events import Done, Resumed
@@ -24,7 +24,13 @@ from parse_infer.settings.generation import GenerationSettings
 from parse_infer.text.prompts import Prompt, Verbatim, content_of
 
 REFRESH_S = 0.05
-NAMES = {"target": "target alone", "draft": "draft model alone", "parse": "PARSE"}
+NAMES = {
+    "target": "target alone",
+    "draft": "draft model alone",
+    "lossless": "lossless speculation",
+    "parse": "PARSE",
+}
+_TRIED_AS_FIRST = 5  # problems
 
 
 def run_demo(
@@ -35,22 +41,27 @@ def run_demo(
     *,
     max_new_tokens: int = 256,
 ) -> dict[str, list[Record]]:
-    """Answer every problem with PARSE (shown live), the target alone and the draft model alone; print a table.
+    """Answer every problem with PARSE (shown live) and with the other modes of `NAMES`; print a table.
 
-    All three decode greedily from empty caches. Timings exclude the terminal drawing.
+    All decode greedily from empty caches. Timings exclude the terminal drawing. A problem that PARSE answers right is
+    shown first. This changes the order only: every problem is shown and counted once.
 
     Raises:
         ValueError: no problems, or an engine without draft model or judge.
     """
     check_ids(problems)
     settings = GenerationSettings(max_new_tokens)
-    modes = make_modes(engine, ("target", "draft"), settings)
-    engine.generate(problems[0].prompt, settings)  # warm-up
+    exact = settings.override(mode="exact")
+    generate: Callable[..., Any] = engine.generate  # one prompt, one Generation
+    modes = [*make_modes(engine, ("target", "draft"), settings), Mode("lossless", lambda p: generate(p, exact))]
+    first = _right_one(problems, lambda p: generate(p, settings), check)  # also a warm-up
     for mode in modes:
-        timed(engine, mode, problems[0].prompt)
+        timed(engine, mode, first.prompt)
     records: dict[str, list[Record]] = {name: [] for name in NAMES}
     console.print(legend())
-    for number, problem in enumerate(problems, 1):
+    if first is not problems[0]:
+        console.print(Text("A problem that PARSE answers right comes first. The table counts all problems.", "dim"))
+    for number, problem in enumerate([first, *(other for other in problems if other is not first)], 1):
         console.print()
         console.print(Text(f"{number}/{len(problems)}  {_question(problem.prompt)}", "bold"))
         answers = {"parse": watch(engine, problem.prompt, settings, console)}
@@ -59,10 +70,21 @@ def run_demo(
         for name, (generation, seconds) in answers.items():
             own = {"problem_id": problem.id, "digest": problems_digest([problem]), "mode": name, "repeat": 0}
             records[name].append(Record.of(generation, seconds, correct=check(problem, generation.text), **own))
-        console.print(_verdict(problem, *(records[name][-1] for name in NAMES)))
+        console.print(verdict(problem.reference, {name: rows[-1] for name, rows in records.items()}))
     console.print()
     console.print(demo_figures(records))
     return records
+
+
+def _right_one(
+    problems: Sequence[BenchProblem], answer: Answer, check: Callable[[Any, str], bool | None]
+) -> BenchProblem:
+    """Find a problem whose draft the judge can score and whose answer is right, else return the first problem."""
+    for problem in problems[:_TRIED_AS_FIRST]:
+        generation = answer(problem.prompt)
+        if generation.fallback is None and check(problem, generation.text):
+            return problem
+    return problems[0]
 
 
 def watch(
@@ -85,6 +107,8 @@ def watch(
             if isinstance(event, Done):
                 generation = event.generation
             start = time.perf_counter()
+    if not console.is_terminal:  # `Live` leaves the cursor behind its last line
+        console.line()
     assert generation is not None
     return generation, worked
 
@@ -107,11 +131,19 @@ def demo_figures(records: dict[str, list[Record]]) -> Table:
     return terminal_table(("", "right", "tokens/s", "speed-up"), cells, caption=caption)
 
 
-def _verdict(problem: BenchProblem, target: Record, draft: Record, parse: Record) -> Text:
-    text = Text(*(("right", "green") if parse.correct else (f"wrong (it is {problem.reference})", "red")))
+def verdict(reference: str, records: dict[str, Record]) -> Text:
+    """Say whether PARSE's answer is right, whether the target alone is, and what each mode's answer took."""
+    parse, target = records["parse"], records["target"]
+    if parse.correct:
+        text = Text("right", "green")
+    elif target.correct:
+        text = Text(f"wrong, where the target alone is right (it is {reference})", "red")
+    else:
+        text = Text(f"wrong, as the target alone (it is {reference})", "yellow")
+    others = ", ".join(f"{NAMES[name]} {record.seconds:.2f} s" for name, record in records.items() if name != "parse")
     text.append(
         f"  kept {acceptance_rate([parse]):.0%} of the draft, {parse.target_forwards} target forwards, "
-        f"{parse.seconds:.2f} s; target alone {target.seconds:.2f} s, draft model alone {draft.seconds:.2f} s",
+        f"{parse.seconds:.2f} s; {others}",
         "dim",
     )
     return text
