@@ -110,12 +110,6 @@ def predict(survival: Estimate, costs: Costs, longest: int = LONGEST) -> Predict
     return PredictedSpeedup(block, Estimate(speedup, (low, high)))
 
 
-def costs_of(draft_s: float, one_s: float, many_s: float, further: int) -> Costs:
-    """Split the seconds of two target forwards, over one token and over `further` more, into fixed and per token."""
-    read_s = min(max((many_s - one_s) / further, 0.0), one_s)
-    return Costs(draft_s, one_s - read_s, read_s)
-
-
 def make_plan(
     config: BuildConfig,
     summary: Summary,

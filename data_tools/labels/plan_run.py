@@ -14,11 +14,11 @@ from rich.table import Table
 from data_tools.labels.backends import LocalWriter, load_writer
 from data_tools.labels.build import build
 from data_tools.labels.build_config import BuildConfig
-from data_tools.labels.build_plan import BuildPlan, Estimate, PredictedSpeedup, costs_of, make_plan
+from data_tools.labels.build_plan import BuildPlan, Estimate, PredictedSpeedup, make_plan
 from data_tools.labels.logprobs import read_drafts
 from data_tools.labels.rows import LabelledDraft, read_rows
 from data_tools.labels.shards import GroupFolder, reads_of
-from parse_infer.decoding.block_length import Costs
+from parse_infer.decoding.block_length import Costs, costs_of
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.tables import format_percent, format_times, terminal_table
 from parse_infer.files import read_json, write_json

@@ -1,4 +1,4 @@
-"""The command line: `parse-infer demo | generate | score | serve | bench | eval | calibrate | transfer | cost | plan`.
+"""The command line `parse-infer`: all its commands.
 
 A user error prints `error: <sentence>` on standard error and exits with code 2.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
+from parse_infer.cli.commands.advise import advise
 from parse_infer.cli.commands.bench import bench
 from parse_infer.cli.commands.calibrate import calibrate
 from parse_infer.cli.commands.cost import cost
@@ -38,7 +39,7 @@ app = typer.Typer(
     **APP_OPTIONS,
 )
 app.callback()(with_version)
-for command in (demo, generate, score, serve, bench, calibrate, transfer, cost, plan):
+for command in (demo, generate, score, serve, bench, calibrate, transfer, advise, cost, plan):
     add_command(app, command)
 add_command(app, evaluate, "eval")
 

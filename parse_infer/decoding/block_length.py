@@ -53,6 +53,12 @@ class Costs:
         return self.draft_s + self.read_s
 
 
+def costs_of(draft_s: float, one_s: float, many_s: float, further: int) -> Costs:
+    """Split the seconds of two target forwards, over one token and over `further` more, into fixed and per token."""
+    read_s = min(max((many_s - one_s) / further, 0.0), one_s)
+    return Costs(draft_s, one_s - read_s, read_s)
+
+
 def pays(survival: float, costs: Costs, seconds_per_token: float) -> bool:
     """Whether one more draft token is expected to save time.
 

@@ -48,10 +48,10 @@ _QWEN3: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 SHAPES = {
-    "qwen3-8b": Qwen3Config(
+    "Qwen/Qwen3-8B": Qwen3Config(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, **_QWEN3
     ),
-    "qwen3-0.6b": Qwen3Config(
+    "Qwen/Qwen3-0.6B": Qwen3Config(
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=28,
@@ -97,8 +97,8 @@ def _check_memory(shapes: Sequence[str], device: torch.device, dtype: torch.dtyp
         )
 
 
-def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int) -> list[Step]:
-    """All forwards of PARSE and the token drafters after `context` tokens, with a draft of `drafted` tokens."""
+def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: int, heads: bool = True) -> list[Step]:
+    """All forwards of PARSE after `context` tokens, with a draft of `drafted` tokens; `heads`: token drafters too."""
     ids = torch.randint(3, 2000, (context + drafted,)).tolist()
     rest = ids[context:]
     chain, tree = range(-1, _CHAIN_TOKENS - 1), [-1] * 4 + [i // 2 for i in range(12)]
@@ -129,7 +129,7 @@ def steps(target: LanguageModel, draft: LanguageModel, context: int, drafted: in
         Step(PREFILL, at(main), lambda: main.forward(rest).hidden.sum().item()),
         Step(DRAFT_STEP, at(small), look_ahead(small, ())),
     ]
-    for name, drafter in _heads(target).items():
+    for name, drafter in (_heads(target) if heads else {}).items():
         # The state after a forward that accepted some tokens: the head has not read their features yet.
         decoder = drafter.model.decoder
 
@@ -202,6 +202,7 @@ def forward_costs(
     device: torch.device,
     dtype: torch.dtype,
     torch_compile: bool = False,
+    heads: bool = True,
 ) -> dict[str, list[float]]:
     """Time all forwards of a target and a draft model with the shapes of `names`; returns seconds by forward."""
     torch.manual_seed(0)
@@ -213,7 +214,7 @@ def forward_costs(
             f"{[lm.window for lm in pair]}: choose fewer"
         )
     with torch.inference_mode():
-        return measure(steps(pair[0], pair[1], context, drafted), rounds, device)
+        return measure(steps(pair[0], pair[1], context, drafted, heads), rounds, device)
 
 
 def serving_costs(seconds: dict[str, list[float]], context: int, drafted: int) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 from parse_infer.errors import SettingsError
 from parse_infer.files import read_json
 
+COSTS_HINT = "write it with `parse-infer cost --output`"
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -68,8 +70,12 @@ class Costs:
     @classmethod
     def read(cls, path: str | Path, **given: float | None) -> Costs:
         """Read a file of costs; `given` numbers replace its own. Raises SettingsError or OSError."""
-        held = read_json(Path(path), "write it with `parse-infer cost --output`")
-        held |= {name: value for name, value in given.items() if value is not None}
+        return cls.of(read_json(Path(path), COSTS_HINT), str(path), **given)
+
+    @classmethod
+    def of(cls, held: dict[str, Any], path: str = "the costs", **given: float | None) -> Costs:
+        """Read the content of such a file, called `path` in errors. Raises SettingsError."""
+        held = held | {name: value for name, value in given.items() if value is not None}
         values: dict[str, Any] = {}
         for field in fields(cls):
             name = field.name

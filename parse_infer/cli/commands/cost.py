@@ -13,8 +13,8 @@ from parse_infer.errors import ParseError
 
 
 def cost(
-    target: Annotated[str, typer.Option(help="qwen3-8b, qwen3-0.6b, a Hugging Face id or a folder.")] = "qwen3-8b",
-    draft: Annotated[str, typer.Option(help="Draft model, named like the target.")] = "qwen3-0.6b",
+    target: Annotated[str, typer.Option(help="Hugging Face id or folder.")] = "Qwen/Qwen3-8B",
+    draft: Annotated[str, typer.Option(help="Draft model, named like the target.")] = "Qwen/Qwen3-0.6B",
     context: Annotated[int, typer.Option(min=8, help="Tokens of the prompt.")] = 512,
     draft_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a whole draft.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 20,

@@ -19,7 +19,6 @@ from data_tools.labels.build_config import BuildConfig
 from data_tools.labels.build_plan import (
     Estimate,
     best_block,
-    costs_of,
     make_plan,
     predict,
     share,
@@ -28,7 +27,7 @@ from data_tools.labels.build_plan import (
 from data_tools.labels.plan_run import lowest_temperature
 from data_tools.labels.rows import LabelledDraft, check_row, read_rows
 from data_tools.labels.summary import summarise_labels
-from parse_infer.decoding.block_length import Costs
+from parse_infer.decoding.block_length import Costs, costs_of
 from parse_infer.models.loading import load_language_model
 
 

@@ -1,0 +1,103 @@
+"""The commands that `parse-infer advise` prints: measure or calibrate each step of `parse_infer.evaluation.ladder`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parse_infer.cli.commands.demo import TASK_OPTIONS
+from parse_infer.cli.model_options import PAIRS
+
+if TYPE_CHECKING:
+    from parse_infer.evaluation.ladder import Step
+    from parse_infer.settings.sampling import Sampling
+
+PROMPTS = "prompts.jsonl"
+Commands = tuple[str, list[list[str]]]
+"""A heading, and the commands to run under it."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the user has.
+
+    Attributes:
+        prompts: jsonl file; None: not yet, or the problems of an embedded target.
+        references: whether the prompts have references.
+        adapter: of the target; None: not yet.
+        placement: options of device and number type.
+    """
+
+    target: str
+    draft: str
+    prompts: Path | None
+    references: bool
+    sampling: Sampling
+    adapter: str | None = None
+    placement: Sequence[str] = ()
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the problems are those of an embedded target."""
+        return self.prompts is None and self.target in PAIRS
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a calibration can compare answers: without references only greedy ones."""
+        return self.references or self.sampling.greedy
+
+    @property
+    def usable(self) -> list[Step]:
+        """The steps with a bound that the user can take now."""
+        fits: dict[Step, bool] = {
+            "rule": self.prompts is not None or self.embedded,
+            "judge": self.adapter is not None,
+        }
+        return [step for step, fit in fits.items() if fit and self.bounded]
+
+    def next_commands(self, step: Step) -> list[Commands]:
+        """Return the commands up to the step after this one."""
+        common = ["--target", self.target, "--draft", self.draft, *self.placement, *self._problems, *self._sampled]
+        measure = [*("bench", *common, "--split", "validation", "--limit", "30")]
+        measure += ["--modes", "target,target+draft", "--thresholds", "none", "--out", "runs/lossless"]
+        python = f'ParseEngine.from_pretrained("{self.target}", "{self.draft}")'
+        found: list[Commands] = [(f"Measure step 1 (in Python: {python}):", [measure])]
+        if not self.bounded:
+            return found
+        loss = "accuracy" if not self.sampling.greedy else "lost" if self.references else "disagreement"
+        calibrate = ["calibrate", *common, *(["--loss", loss] if loss != "lost" else [])]
+        if self.adapter is not None:
+            own = [*calibrate, "--adapter", self.adapter, "--out", "runs/judge"]
+            return [*found, (f"Calibrate your adapter (step 3), {_then('judge')}:", [own])]
+        rule = [*calibrate, "--judge", "min_p", "--out", "runs/rule"]
+        found.append((f"Calibrate a rule (step 2), {_then('rule')} --judge min_p:", [rule]))
+        if step == "rule":
+            folder = "runs/transferred"
+            transfer = ["transfer", "zoo:smollm2-adapter", "--target", self.target, "--out", folder]
+            judge = [*calibrate, "--adapter", folder, "--out", "runs/judge"]
+            found.append((f"Transfer a judge and calibrate it (step 3), {_then('judge')}:", [transfer, judge]))
+        return found
+
+    @property
+    def _problems(self) -> list[str]:
+        if self.embedded:
+            return ["--task", "gsm_symbolic", *_task_options(TASK_OPTIONS.get(self.target, []))]
+        own = [f"path={self.prompts or PROMPTS}", *([] if self.references else ["check_with=none"])]
+        return ["--task", "jsonl", *_task_options(own)]
+
+    @property
+    def _sampled(self) -> list[str]:
+        if self.sampling.greedy:
+            return []
+        values = {"temperature": self.sampling.temperature, "top-p": self.sampling.top_p, "top-k": self.sampling.top_k}
+        return [part for name, value in values.items() for part in (f"--{name}", f"{value:g}")]
+
+
+def _task_options(values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in ("--task-option", value)]
+
+
+def _then(folder: str) -> str:
+    return f"then answer with --risk 0.05 --calibration runs/{folder}/calibration.json"
