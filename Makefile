@@ -5,7 +5,7 @@ VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-vllm lint format zoo zoo-smollm2 clean
+.PHONY: help setup demo test test-vllm lint format release zoo zoo-smollm2 clean
 
 help:
 	@echo "make setup        a fresh .venv with pinned versions"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-vllm    set up .venv-vllm with vLLM for CPUs and run the tests that need it"
 	@echo "make lint         ruff (lint and format) and type hints"
 	@echo "make format       let ruff correct and format the code"
+	@echo "make release      build and check the archives of a release, in dist/"
 	@echo "make zoo          train the embedded models again, from nothing (about three hours)"
 	@echo "make zoo-smollm2  train the SmolLM2 pair again (five hours)"
 	@echo "make clean        remove the environments and what was built"
@@ -21,7 +22,7 @@ help:
 setup: $(VENV)/installed
 
 # torch comes first: a package that is built from source finds it instead of fetching a build of its own.
-$(VENV)/installed: pyproject.toml zoo/pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml zoo/pyproject.toml parse_infer/__init__.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy setuptools wheel
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,gguf,deepspeed,dev]" -e ./zoo
@@ -42,6 +43,13 @@ $(VLLM_VENV)/installed: pyproject.toml zoo/pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_VENV)/installed
 	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -o addopts="-q --strict-markers --durations=10" tests/parse_infer/on_vllm
+
+# A wheel is built from its source distribution, which therefore lacks nothing of the package.
+release: setup
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist .
+	$(BIN)/python -m build --quiet --outdir dist zoo
+	$(BIN)/python -m twine check --strict dist/*
 
 # The embedded models, from nothing: about three hours on two CPU cores. Each step resumes if it is interrupted.
 zoo: setup

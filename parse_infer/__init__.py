@@ -10,10 +10,9 @@ The package imports names on first use, so that `import parse_infer` and `parse-
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-__version__: str
+__version__ = "0.1.0"  # of parse-engine and parse-engine-zoo
 
 if TYPE_CHECKING:
     from parse_infer.engine import ParseEngine
@@ -79,21 +78,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'parse_infer' has no attribute {name!r}")
     value = getattr(import_module(f"parse_infer.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
-
-
-def _version() -> str:
-    """The version of the installed distribution; "source" if none is."""
-    try:
-        return version("parse-engine")
-    except PackageNotFoundError:
-        return "source"
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import json
 import os
@@ -564,11 +563,9 @@ def test_a_misspelt_template_option_is_refused(models, capsys):
 
 
 def test_every_program_has_the_packages_version(capsys):
-    version = parse_infer.__version__
-    assert version == importlib.metadata.version("parse-engine")
     for program in (main, data_main, train_main):
         assert program(["--version"]) == 0
-        assert capsys.readouterr().out == f"{version}\n"
+        assert capsys.readouterr().out == f"{parse_infer.__version__}\n"
 
 
 @pytest.mark.parametrize("program", [main, data_main])
