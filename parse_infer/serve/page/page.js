@@ -19,10 +19,14 @@ function stretch(text, kind, validity) {
 
 // Shows the events of one answer, like the terminal (parse_infer/cli/rich_view.py).
 class Answer {
-  constructor(place) {
-    this.place = place;
+  constructor(side) {
+    const part = (name) => $(`${side}-${name}`);
+    this.place = part("answer");
+    this.bar = part("bar");
+    this.share = part("share");
+    this.speed = part("speed");
     this.pending = [];
-    place.replaceChildren();
+    [this.place, this.bar, this.share, this.speed].forEach((element) => element.replaceChildren());
   }
 
   see(event) {
@@ -30,6 +34,29 @@ class Answer {
     else if (event.event === "verified" && event.segments.length) this.propose(event.segments);
     else if (event.event === "accepted") this.decide(event.text.length);
     else if (event.event === "resumed") this.extend(event.text);
+    this.drawBar();
+  }
+
+  // The answer's pieces in order, as long as their texts. Sizes are attributes, as the page's policy forbids styles.
+  drawBar() {
+    const pieces = [...this.place.children].filter(({ className }) => className !== "rejected");
+    let length = 0;
+    const written = { accepted: 0, target: 0 };
+    const drawn = pieces.map(({ className, textContent: { length: size } }) => {
+      const rectangle = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      const attributes = { class: className, x: length, width: size, height: 1 };
+      Object.entries(attributes).forEach(([name, value]) => rectangle.setAttribute(name, value));
+      length += size;
+      if (className in written) written[className] += size;
+      return rectangle;
+    });
+    this.bar.setAttribute("viewBox", `0 0 ${length || 1} 1`);
+    this.bar.replaceChildren(...drawn);
+    const decided = written.accepted + written.target;
+    if (decided) {
+      const draft = Math.round((100 * written.accepted) / decided);
+      this.share.textContent = `${draft} % by the draft model, ${100 - draft} % by the target`;
+    }
   }
 
   propose(segments) {
@@ -74,9 +101,8 @@ async function* events(body) {
   }
 }
 
-async function answer(parse, place, speed) {
-  const shown = new Answer(place);
-  speed.textContent = "…";
+async function answer(parse, shown) {
+  shown.speed.textContent = "…";
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers(),
@@ -103,7 +129,7 @@ async function answer(parse, place, speed) {
     }
     if (chunk.usage && seconds !== null) {
       const n = chunk.usage.completion_tokens;
-      speed.textContent = `${n} tokens in ${seconds.toFixed(2)} s: ${(n / seconds).toFixed(0)} tokens/s${kept}`;
+      shown.speed.textContent = `${n} tokens in ${seconds.toFixed(2)} s: ${(n / seconds).toFixed(0)} tokens/s${kept}`;
     }
   }
   return seconds;
@@ -116,13 +142,12 @@ async function ask(event) {
   $("ask").disabled = true;
   $("end").disabled = false;
   $("error").textContent = "";
-  $("target-answer").replaceChildren();
-  $("target-speed").textContent = "";
+  const [parse, target] = [new Answer("parse"), new Answer("target")];
   try {
     const chosen = moved ? { threshold: Number($("threshold").value) } : {};
-    const fast = await answer(chosen, $("parse-answer"), $("parse-speed"));
-    const slow = await answer({ mode: "target" }, $("target-answer"), $("target-speed"));
-    if (fast && slow) $("parse-speed").textContent += `, ${(slow / fast).toFixed(1)} times as fast as the target alone`;
+    const fast = await answer(chosen, parse);
+    const slow = await answer({ mode: "target" }, target);
+    if (fast && slow) parse.speed.textContent += `, ${(slow / fast).toFixed(1)} times as fast as the target alone`;
   } catch (error) {
     if (error.name !== "AbortError") $("error").textContent = error.message;
   } finally {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,52 @@ def test_the_page_colours_text_by_author(page, served, threshold):
                    ("pending", "accepted", "rejected", "target")}  # fmt: skip
         assert len(colours) == 4
     assert "times as fast" in page.text_content("#parse-speed")
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_a_bar_shows_who_wrote_what(page, threshold):
+    submit(page, "Tom has 5 apples.", 32, threshold)
+    page.locator("#target-speed", has_text="tokens/s").wait_for(timeout=PATIENCE)
+    for side in ("parse", "target"):
+        spans = f"[...document.querySelectorAll('#{side}-answer span')].map(s => [s.className, s.textContent.length])"
+        pieces = [piece for piece in page.evaluate(spans) if piece[0] != "rejected"]
+        bar = page.eval_on_selector_all(
+            f"#{side}-bar rect", "all => all.map(r => [r.getAttribute('class'), r.width.baseVal.value])"
+        )
+        length = sum(size for _, size in pieces)
+        assert length and bar == pieces
+        draft = 100 * sum(size for kind, size in pieces if kind == "accepted") / length
+        share = page.text_content(f"#{side}-share")
+        assert share == f"{draft:.0f} % by the draft model, {100 - round(draft)} % by the target"
+        ends = page.eval_on_selector(
+            f"#{side}-bar", "b => [b, b.lastElementChild].map(e => e.getBoundingClientRect().right)"
+        )
+        assert ends[0] == pytest.approx(ends[1], abs=1), "the pieces fill the bar"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_colour_is_readable(browser, served, scheme):
+    """By the contrast of WCAG 2.2 for text, 4.5 to 1."""
+    page = browser.new_context(color_scheme=scheme).new_page()
+    page.goto(served.url)
+    panel = page.eval_on_selector("section", "e => getComputedStyle(e).backgroundColor")
+    ground = page.eval_on_selector("body", "e => getComputedStyle(e).backgroundColor")
+    assert (luminance(panel) > 0.5) == (scheme == "light")
+    for colour in page.eval_on_selector_all("footer span", "all => all.map(e => getComputedStyle(e).color)"):
+        assert min(contrast(colour, panel), contrast(colour, ground)) >= 4.5, colour
+    page.context.close()
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of `rgb(r, g, b)`."""
+    channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def test_a_threshold_is_sent_once_its_slider_was_moved(page):

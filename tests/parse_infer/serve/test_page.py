@@ -34,6 +34,8 @@ def test_the_page_is_strict_and_complete(served):
     assert not any(name == "style" or name.startswith("on") for _, attributes in elements for name in attributes)
     assert [a["src"] for tag, a in elements if tag == "script"] == ["page.js"] and "style" not in dict(elements)
     ids = {attributes["id"] for _, attributes in elements if "id" in attributes}
+    parts = re.findall(r'part\("(\w+)"\)', script.text)
+    assert len(parts) > 3 and {f"{side}-{part}" for side in ("parse", "target") for part in parts} <= ids
     assert set(re.findall(r'\$\("([\w-]+)"\)', script.text)) <= ids
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\.style\b", script.text)
     for kind in ("pending", "accepted", "rejected", "target"):
