@@ -7,20 +7,23 @@ lists the training prompts, which builds leave out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, cast
 
 import numpy as np
 import torch
+from huggingface_hub import ModelCardData
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import EvalPrediction, Trainer, set_seed
 
-from parse_infer import tracking
+from parse_infer import __version__, tracking
 from parse_infer.errors import ParseError
 from parse_infer.files import replacing_folder
 from parse_infer.models.loading import load_language_model, same_tokenizer
+from parse_infer.models.names import hub_id
 from parse_infer.models.train_problems import train_problems_of, write_train_problems
 from parse_train import checkpoints, training_run
 from parse_train.self_generated_data import (
@@ -115,12 +118,44 @@ def main(config: DraftModelTrainingConfig) -> None:
             merged.save_pretrained(written)
             draft.tokenizer.save_pretrained(written)
             write_train_problems(written, learnt)
+            (written / "README.md").write_text(model_card(config, metrics), encoding="utf-8")
         for name, what in {"agreement": "agrees with the target", "tokens_per_forward": "tokens per forward"}.items():
             before, after = (metrics[f"{prefix}_{name}"] for prefix in (_PUBLISHED, _TRAINED))
             print(f"{what}: {before:.3f} before, {after:.3f} now")
         print(f"draft model written to {folder / 'draft'}")
         training_run.log_artifact(config, models, "model", "draft", folder / "draft")
         tracking.finish()
+
+
+def model_card(config: DraftModelTrainingConfig, metrics: Mapping[str, float]) -> str:
+    """Render README.md of the aligned draft model as a model card of the Hub; its publisher adds `draft`'s licence.
+
+    Args:
+        metrics: of the validation answers, before and after the training.
+    """
+    front = ModelCardData(
+        base_model=hub_id(config.draft),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["parse-engine", "speculative-decoding", "draft-model"],
+    )
+    names = {"agreement": "target's tokens that are the first choice", "tokens_per_forward": "tokens per forward"}
+    rows = [f"| {names[n]} | {metrics[f'{_PUBLISHED}_{n}']:.3f} | {metrics[f'{_TRAINED}_{n}']:.3f} |" for n in names]
+    draft, target = Path(config.draft).name, Path(config.model).name
+    lines = [
+        "---",
+        front.to_yaml(),
+        "---",
+        f"# {draft}, a draft model for {target}",
+        "",
+        f"{draft} learnt {target}'s answers to up to {config.n_problems} problems of `{config.task}` "
+        f"(a LoRA of rank {config.lora_rank}, merged; `recipe: draft_model` of parse-engine {__version__}).",
+        "",
+        "| on validation answers of the target | before | now |",
+        "|---|---:|---:|",
+        *rows,
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def right_tokens(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:

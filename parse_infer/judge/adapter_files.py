@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor
 
 from parse_infer.errors import ModelError
 from parse_infer.files import lies_below, locate, read_json, read_tensors, replacing_folder
+from parse_infer.models.names import hub_id
 from parse_infer.models.train_problems import TRAIN_PROBLEMS, read_train_problems, write_train_problems
 from parse_infer.settings.acceptance import describe_threshold
 
@@ -132,28 +134,33 @@ def write_adapter(
 
 
 def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
-    """Render README.md of an adapter from its validity_config.json and the names of its figures."""
-    target, threshold = config["target"], config.get("threshold")
-    front = ["---", "tags: [parse-engine]"]
-    if config.get("stream"):
-        front = ["---", "library_name: peft", "tags: [parse-engine, lora]"]
-    if "/" in target["name"]:  # a Hub id
-        front.append(f"base_model: {target['name']}")
+    """Render README.md of an adapter from its validity_config.json and the names of its figures.
+
+    Its front matter is that of the Hub's model cards, except for the licence, which its publisher adds.
+    """
+    target, threshold, adapts = config["target"], config.get("threshold"), bool(config.get("stream"))
+    front = ModelCardData(
+        base_model=hub_id(target["name"]),
+        library_name="peft" if adapts else "parse-engine",
+        pipeline_tag="text-generation",
+        tags=["parse-engine", "speculative-decoding", *(["lora"] if adapts else [])],
+    )
     rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
     metrics = ["", "## Held-out figures", "", "| metric | value |", "|---|---|", *rows] if rows else []
     shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
-        "reads": "the target's log-probabilities" + (" and a second stream" if config.get("stream") else ""),
+        "reads": "the target's log-probabilities" + (" and a second stream" if adapts else ""),
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
         "threshold": "not calibrated" if threshold is None else describe_threshold(threshold),
-        "risk": json.dumps(config.get("risk")) + (f" ({PROMISE})" if config.get("risk") else ""),
+        "risk": json.dumps(config.get("risk")) + _scope(config),
         "provenance": json.dumps(config.get("provenance", {}), ensure_ascii=False),
     }
     return "\n".join(
         [
-            *front,
+            "---",
+            front.to_yaml(),
             "---",
             f"# Validity adapter for {target['name']}",
             "",
@@ -166,6 +173,19 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
             "",
         ]
     )
+
+
+def _scope(config: Mapping[str, Any]) -> str:
+    """What the risk level covers. Early versions counted several drafts per problem."""
+    risk, problems = config.get("risk"), config.get("provenance", {}).get("eval_problems")
+    if not risk:
+        return ""
+    scope = PROMISE
+    if problems is not None and risk["n_drafts"] > problems:
+        scope += f"; {risk['n_drafts']} drafts of {problems} problems counted as independent, so the bound is too low"
+    if risk["threshold"] != config.get("threshold"):
+        scope = f"not of the threshold above; {scope}"
+    return f" ({scope})"
 
 
 def _as_json(value: object) -> object:

@@ -58,6 +58,15 @@ def resolve(name: str | Path) -> Path | str:
     return text
 
 
+def hub_id(name: str) -> str | None:
+    """The repository on the Hub that a name stands for; None for files of this machine."""
+    try:
+        found = resolve(name)
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, str) and found.count("/") == 1 else None
+
+
 def is_gguf(place: str | Path) -> bool:
     """Whether a name or path has the suffix of a GGUF file."""
     return str(place).lower().endswith(".gguf")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import EvalPrediction
 
 from parse_infer.calibration.held_out import prompt_hash
@@ -66,6 +67,9 @@ def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path
     assert printed[0].startswith("agrees with the target") and after > before + 0.3, printed
 
     folder = tmp_path / "run" / "draft"
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model is None, "a folder is no base model"
+    assert f"| {before:.3f} | {after:.3f} |" in card.text and str(tmp_path) not in card.content
     learnt = {prompt_hash(f"{a} and {b}?") for a in range(4) for b in range(1, 4)}
     assert train_problems_of(folder) == learnt
     assert not list(folder.glob("adapter*")) and (folder / "model.safetensors").is_file(), "the LoRA is merged"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from data_tools.tasks.registry import load_task
 from parse_infer.calibration.schema import shipped_calibration
@@ -12,9 +15,9 @@ from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
 from parse_infer.judge.adapter import ValidityConfig
-from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter
+from parse_infer.judge.adapter_files import judge_fingerprint, model_card, read_adapter
 from parse_infer.judge.rules.min_p import MinP
-from parse_infer.models.names import collection_folder, resolve
+from parse_infer.models.names import PUBLIC_MODEL, collection_folder, resolve
 from parse_infer.settings.generation import GenerationSettings
 from tests.parse_infer.speculation.trained_heads import save_head
 
@@ -123,3 +126,35 @@ def test_the_zoo_stays_small_and_safe():
     assert len(parts) == 8
     for part in parts:
         assert (part / "README.md").is_file(), part
+
+
+CARDS = sorted(path for path in collection_folder().glob("*/README.md") if not (path.parent / PUBLIC_MODEL).exists())
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.parent.name)
+def test_a_card_is_ready_for_the_hub(path: Path):
+    """Its front matter has what the Hub shows and filters by; its figures exist."""
+    card = ModelCard.load(path)
+    data = card.data
+    assert data.license == "apache-2.0" and data.pipeline_tag == "text-generation" and data.language == "en"
+    peft = (path.parent / "adapter_config.json").is_file()
+    head = (path.parent / "validity_config.json").is_file()
+    assert data.library_name == ("peft" if peft else "parse-engine" if head else "transformers")
+    assert "parse-engine" in data.tags and (data.base_model is not None) == peft
+    assert all((path.parent / figure).is_file() for figure in re.findall(r"!\[\w+\]\(([^)]+)\)", card.content))
+    assert re.search(r"commit (of the weights: )?[0-9a-f]{7}\b", card.content, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("path", [p for p in CARDS if "adapter" in p.parent.name], ids=lambda p: p.parent.name)
+def test_the_card_of_an_adapter_says_what_an_export_would_write(path: Path):
+    """Besides its licence and how it was made."""
+    config = json.loads((path.parent / "validity_config.json").read_text(encoding="utf-8"))
+    card, own = (ModelCard(text) for text in (path.read_text("utf-8"), model_card(config)))
+    assert own.data.to_dict().items() <= card.data.to_dict().items()
+    assert set(own.text.splitlines()) <= set(card.text.splitlines())
+
+
+def test_only_drafts_of_problems_of_their_own_count_as_independent():
+    """The held-out drafts of zoo:adapter are three per problem, those of zoo:smollm2-adapter one."""
+    scopes = {path.parent.name: "counted as independent" in path.read_text("utf-8") for path in CARDS}
+    assert [name for name, several in scopes.items() if several] == ["adapter"]

@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
-from parse_infer.judge.adapter_files import CARD, CONFIG, HEAD, PEFT_CONFIG, PEFT_WEIGHTS, read_adapter
+from parse_infer.judge.adapter_files import (
+    CARD,
+    CONFIG,
+    HEAD,
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PROMISE,
+    model_card,
+    read_adapter,
+)
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
 from parse_infer.models.fingerprint import describe_target, fingerprint, same_weights
+from parse_infer.models.names import hub_id
 
 FILES = {PEFT_CONFIG, PEFT_WEIGHTS, HEAD, CONFIG, CARD}
 
@@ -227,3 +239,37 @@ def test_incomplete_settings_of_a_judge_on_log_probabilities_are_refused(make_mo
     values["logprobs"] |= {"reference": {"ids": [1, 2], "logprobs": [-1.0]}, **change}
     with pytest.raises(ValueError, match="has incomplete logprobs: export the adapter again"):
         ValidityConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("final", None), ("zoo:target", None), ("runs/target/final", None)],
+)
+def test_a_card_names_a_base_model_of_the_hub_only(name: str, base: str | None) -> None:
+    target = {"name": name, "model_type": "llama", "num_hidden_layers": 2}
+    data = ModelCard(model_card({"target": target})).data
+    assert data.base_model == base and data.pipeline_tag == "text-generation" and data.license is None
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("runs/target") is None and hub_id("runs/other") == "runs/other"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "drafts", "scope"),
+    [
+        (0.7, 90, f" ({PROMISE})"),
+        (0.7, 270, f" ({PROMISE}; 270 drafts of 90 problems counted as independent, so the bound is too low)"),
+        (0.8, 90, f" (not of the threshold above; {PROMISE})"),
+    ],
+)
+def test_a_card_says_what_its_risk_covers(threshold: float, drafts: int, scope: str) -> None:
+    config = {
+        "target": {"name": "final", "model_type": "llama", "num_hidden_layers": 2},
+        "threshold": threshold,
+        "risk": {"threshold": 0.7, "n_drafts": drafts},
+        "provenance": {"eval_problems": 90},
+    }
+    assert f'"n_drafts": {drafts}}}{scope}\n' in model_card(config)

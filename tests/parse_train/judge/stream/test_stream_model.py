@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -228,7 +229,9 @@ def test_the_exported_folder_says_what_it_is(make_model: MakeModel, stream_of: A
     assert (config.threshold, config.metrics["auroc"]) == (0.7, 0.9)
     assert config.risk is not None and config.risk["alpha"] == 0.05
     card = (folder / "README.md").read_text()
-    assert "![r](r.png)" in card and "one verification pass over one whole draft" in card
+    assert "![r](r.png)" in card and "(one verification pass over one whole draft per problem; " in card
+    front = ModelCard(card).data
+    assert front.library_name == "peft" and front.pipeline_tag == "text-generation" and "lora" in front.tags
 
     class Broken(Figure):
         def savefig(self, *_: Any, **__: Any) -> None:
