@@ -5,7 +5,7 @@ VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-vllm lint format release zoo zoo-smollm2 clean
+.PHONY: help setup demo test test-vllm lint format docs release zoo zoo-smollm2 clean
 
 help:
 	@echo "make setup        a fresh .venv with pinned versions"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-vllm    set up .venv-vllm with vLLM for CPUs and run the tests that need it"
 	@echo "make lint         ruff (lint and format) and type hints"
 	@echo "make format       let ruff correct and format the code"
+	@echo "make docs         build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make release      build and check the archives of a release, in dist/"
 	@echo "make zoo          train the embedded models again, from nothing (about three hours)"
 	@echo "make zoo-smollm2  train the SmolLM2 pair again (five hours)"
@@ -77,6 +78,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
