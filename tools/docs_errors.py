@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +34,7 @@ OWN_WORDS = {
 }
 
 
+@cache
 def sentences() -> dict[str, list[tuple[str, str]]]:
     """Return the (sentence, path) of every `raise` of a known class, by class; … stands for a value."""
     found: dict[str, dict[str, str]] = defaultdict(dict)

@@ -22,11 +22,13 @@ from tools.docs_reference import COMMAND_LINE, RECIPE, REQUEST, command_line, re
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_class_of_errors_has_sentences() -> None:
     found = sentences()
     assert set(found) == set(CLASSES) and all(found.values()) and sum(map(len, found.values())) > 500
 
 
+@pytest.mark.slow
 def test_a_raised_sentence_is_on_the_page() -> None:
     with pytest.raises(SettingsError) as error:
         Sampling(temperature=-1.0)
@@ -35,10 +37,12 @@ def test_a_raised_sentence_is_on_the_page() -> None:
     assert any(all(part in str(error.value) for part in each) for each in parts if sum(map(len, each)) > 10)
 
 
+@pytest.mark.slow
 def test_a_sentence_is_split_at_its_way_out() -> None:
     assert "| This engine has no draft model | pass draft=… to from\\_pretrained, or give" in errors_page()
 
 
+@pytest.mark.slow
 def test_every_command_and_recipe_is_on_its_page() -> None:
     page = command_line()
     for name in ("parse-infer generate", "parse-infer eval", "parse-data build", "parse-train"):
@@ -50,6 +54,7 @@ def test_every_command_and_recipe_is_on_its_page() -> None:
     assert "## recipe: logprob" in recipe_keys() and "| `lora_rank` |" in recipe_keys()
 
 
+@pytest.mark.slow
 def test_spellings_are_those_of_the_code() -> None:
     """Words that are not derived exist, and a derived row is found."""
     requests = {*ChatBody.model_fields, *(f"parse.{name}" for name in ParseOptions.model_fields)}
