@@ -201,8 +201,8 @@ def test_the_tests_to_copy_exist() -> None:
 def test_the_index_links_to_every_page() -> None:
     index = REPOSITORY / "docs" / "README.md"
     linked = {(index.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", index.read_text("utf-8"))}
-    notebooks = set((REPOSITORY / "examples").glob("*.ipynb"))
-    assert linked == (set((REPOSITORY / "docs").rglob("*.md")) | notebooks) - {index}
+    others = {REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "examples").glob("*.ipynb")}
+    assert linked == {*(REPOSITORY / "docs").rglob("*.md"), *others} - {index}
 
 
 def test_what_has_moved_is_not_named_any_more() -> None:
