@@ -32,7 +32,7 @@ LAUNCHERS = ("accelerate", "torchrun", "python")
 # What is put behind a command, so that it takes seconds.
 LESS = {
     "parse-infer bench": "--limit 1 --thresholds none --max-new-tokens 24",
-    "parse-infer generate": "--max-new-tokens 24",
+    "parse-infer generate": "--max-new-tokens 256",  # the embedded calibrations cover no smaller budget
     "parse-infer calibrate": "--limit 46 --risk 0.05 --block-tokens whole --loss disagreement --temperature 0 "
     "--samples 1 --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
