@@ -32,7 +32,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     here = page.file.src_uri
     folder = posixpath.dirname(here if here in ROOT_PAGES else f"docs/{here}")
-
     files_at = config.extra.get("files")
 
     def replaced(link: re.Match[str]) -> str:
