@@ -150,7 +150,8 @@ def compare(
         }
         for run in done
     }
-    results = {"environment": {**describe_run(), "pair": pair.name}, "rules": rules}
+    made = {"date": describe_run()["date"], "command": f"{COMMAND} {pair}", "pair": pair.name}
+    results = {"environment": made, "rules": rules}
     write_json(pair / "results.json", results)
     write_text(pair / "results.md", markdown(results))
     draw(results, pair / "figure.png")

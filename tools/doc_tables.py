@@ -16,6 +16,10 @@ For a comparison of judges (`tools.judge_ladder`):
 
 - ladder: one row per rung, and the differences to the first.
 
+For a comparison of rules (`tools.comparison`):
+
+- rules: one row per rule and promise.
+
 For calibrations:
 
 - simulation: share of violated bounds by shape of the risk and number of problems (`tools.calibration_simulation`);
@@ -43,6 +47,7 @@ from parse_infer.evaluation.tables import (
 )
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
+from tools.comparison_results import markdown
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
@@ -114,6 +119,9 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
     if kind == "ladder":
         results = read_results(path, needed=("environment", "rungs", "wrong_drafts", "auroc_of_length"))
         return [*_ladder(results["rungs"]), "", _origin_of_ladder(results)]
+    if kind == "rules":
+        results = read_results(path, needed=("environment", "rules"))
+        return [*markdown(results).rstrip().split("\n"), "", _origin_of_rules(results)]
     if kind == "simulation":
         results = read_results(path, needed=("environment", "rows"))
         return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
@@ -121,7 +129,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        known = [*_KINDS, "headline", "clients", "ladder", "simulation", "splits"]
+        known = [*_KINDS, "headline", "clients", "ladder", "rules", "simulation", "splits"]
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
@@ -215,6 +223,15 @@ def _origin_of_simulation(environment: dict[str, Any]) -> str:
     return (
         f"{e['rounds']} calibrations each, {e['settings']} settings, promise {100 * e['risk']:g} % at "
         f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem; `{e['command']}`, {e['date'][:10]}."
+    )
+
+
+def _origin_of_rules(results: dict[str, Any]) -> str:
+    first = next(iter(results["rules"].values()))
+    options, machine, made = first["options"], first["machine"], results["environment"]
+    return (
+        f"{options['task']}, {options['split']} split, seed {options['seed']}; {machine['cpu']}, {machine['threads']} "
+        f"thread, {first['models']['dtype']}; `{made['command']}`, {made['date'][:10]}."
     )
 
 

@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from parse_infer.evaluation.figure import ORIGIN, draw_figure
 from parse_infer.evaluation.results_file import digest
 from parse_infer.files import write_text
+from tools.comparison_results import draw as draw_rules
 from tools.doc_tables import read_results, table
 from tools.promise_figure import draw_promises
 
@@ -62,8 +64,12 @@ def update(root: Path, write: bool = True) -> list[str]:
             if drawn_from(root / picture) != digest(results):
                 stale.append(picture)
                 if write:
-                    (draw_promises if "rows" in results else draw_figure)(results, root / picture)
+                    _drawer(results)(results, root / picture)
     return list(dict.fromkeys(stale))
+
+
+def _drawer(results: dict[str, Any]) -> Callable[[dict[str, Any], Path], None]:
+    return draw_rules if "rules" in results else draw_promises if "rows" in results else draw_figure
 
 
 def drawn_from(path: Path) -> str | None:
