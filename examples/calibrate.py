@@ -23,7 +23,8 @@ def main() -> None:
     task = GsmSymbolic()
     problems = list(task.problems("validation", limit=arguments.limit))
     settings = CalibrationSettings(risks=(RISK,), timed=10)
-    engine.calibration = calibrate(engine, problems, task.check, same_answer, arguments.out, settings, task=task.name)
+    found = calibrate(engine, problems, task.check, same_answer, arguments.out, settings, task=task.name)
+    engine.calibrations = (found,)
 
     answer = engine.generate(
         "A boy has 6 stickers. His brother has 3 fewer. How many do they have together?", risk=RISK

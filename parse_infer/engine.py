@@ -20,7 +20,8 @@ from typing import Any
 
 from parse_infer.backends.base import Backend
 from parse_infer.backends.build_options import builder, check_arguments, check_backend_options
-from parse_infer.calibration.schema import Calibration, resolve_risk
+from parse_infer.calibration.promises import resolve_risk
+from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.adaptive import Controller, InFlight
 from parse_infer.decoding.loop import PairWrapper, segments_of
 from parse_infer.drafters.text import TextDrafter
@@ -54,7 +55,7 @@ class ParseEngine:
     Args:
         backend: runs the models.
         threshold: default threshold; None takes the judge's calibrated threshold, or 0.5 for a judge without one.
-        calibration: operating points for each `risk`; None takes the backend's calibration.
+        calibrations: operating points for each `risk`, one calibration for each sampling; None takes the backend's.
 
     Attributes:
         adaptive, strict_tokens: defaults for requests that leave these `GenerationSettings` at None.
@@ -63,19 +64,19 @@ class ParseEngine:
     """
 
     def __init__(
-        self, backend: Backend, *, threshold: float | None = None, calibration: Calibration | None = None
+        self, backend: Backend, *, threshold: float | None = None, calibrations: Sequence[Calibration] | None = None
     ) -> None:
         self.backend = backend
         check_judged(threshold, backend.judge is not None)
         chosen = next(t for t in (threshold, backend.threshold, DEFAULT_THRESHOLD) if t is not None)
         self.threshold = check_threshold(chosen)
         self._accepts_nothing = threshold is None and self.threshold > 1
-        self.calibration = calibration if calibration is not None else backend.calibration
+        self.calibrations = backend.calibrations if calibrations is None else tuple(calibrations)
         self.adaptive, self.strict_tokens = backend.adaptive, backend.strict_tokens
         self.controller = Controller()
         self.pair_wrapper: PairWrapper | None = None
         self.running = 0
-        self._checked: Calibration | None = None
+        self._checked: tuple[Calibration, ...] = ()
 
     @classmethod
     def from_models(
@@ -85,7 +86,7 @@ class ParseEngine:
         judge: Any = None,
         *,
         threshold: float | None = None,
-        calibration: Calibration | None = None,
+        calibrations: Sequence[Calibration] | None = None,
         **options: Any,
     ) -> ParseEngine:
         """Build an engine from loaded models; arguments as in `parse_infer.backends.local.backend.LocalBackend`.
@@ -106,7 +107,7 @@ class ParseEngine:
                 raise SettingsError(f"{role} is a {type(model).__name__}; give LanguageModel(name, model, tokenizer).")
         if judge is not None and not hasattr(judge, "scorer"):
             raise SettingsError(f"judge is {judge!r}; give a ValidityAdapter, RuleJudge or ZeroShotJudge.")
-        return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibration=calibration)
+        return cls(LocalBackend(target, draft, judge, **options), threshold=threshold, calibrations=calibrations)
 
     @classmethod
     def from_pretrained(
@@ -145,7 +146,7 @@ class ParseEngine:
         }
         engine = cls(build(target, draft, adapter, **options), threshold=threshold)
         if calibration is not None and backend == "local":
-            engine.check_calibration()
+            engine.check_calibrations()
         return engine
 
     @property
@@ -185,19 +186,21 @@ class ParseEngine:
         """Clear both KV caches. On servers: make new requests miss the prefix caches."""
         self.backend.clear_caches()
 
-    def check_calibration(self) -> None:
-        """Raise ValueError unless the calibration was measured with the engine's models, and as they are served."""
-        if self.calibration is not None and self.calibration is not self._checked:
-            self.calibration.check(self.describe())
-            for risk, place in self.calibration.promises.items():
-                length = None if place is None else self.calibration.tried[place].setting.block_tokens
+    def check_calibrations(self) -> None:
+        """Raise ValueError unless all calibrations were measured with the engine's models, and as they are served."""
+        if self.calibrations is self._checked:
+            return
+        for calibration in self.calibrations:
+            calibration.check(self.describe())
+            for risk, place in calibration.promises.items():
+                length = None if place is None else calibration.tried[place].setting.block_tokens
                 if length is not None and self.backend.replayable(length) != length:
                     raise CalibrationError(
                         f"the calibration promises a risk of {risk:g} with block_tokens {length}, whose answers "
                         "depend on measured times if draft model and target have different tokens or the judge looks "
                         "ahead: run `parse-infer calibrate` again"
                     )
-            self._checked = self.calibration
+        self._checked = self.calibrations
 
     def generate(
         self,
@@ -450,10 +453,10 @@ class ParseEngine:
                 f"strict_answer is for models that think, but {self.target.name!r} has no marks around its thinking: "
                 "omit strict_answer, or name them with thinking_marks"
             )
-        self.backend.check(settings, self.calibration)
+        self.backend.check(settings, self.calibrations)
         if settings.risk is not None:
-            self.check_calibration()
-        settings = resolve_risk(settings, self.calibration, changed_option(prompt, self.target.template_options))
+            self.check_calibrations()
+        settings = resolve_risk(settings, self.calibrations, changed_option(prompt, self.target.template_options))
         if settings.threshold is None:
             if self.backend.judge is None and settings.mode == "validity":
                 settings = self.backend.lossless(settings)

@@ -23,8 +23,8 @@ import yaml
 
 from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.task import comparison as own_comparison
+from parse_infer.calibration.calibration_file import FILE, load_calibrations, save_calibrations
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, check_problems
-from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.cli.entry_point import run_app
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.cli.problems import describe_problems, open_task, take_problems
@@ -107,7 +107,7 @@ class Run:
             found = calibrate(
                 engine, problems, task.check, same_answer, self.folder, self.settings, task=where, comparison=own
             )
-        found.save(self.folder / FILE)
+        save_calibrations(self.folder / FILE, [found])
         write_json(self.folder / OPTIONS, self.options)
 
     def outcomes(self) -> list[Outcome]:
@@ -146,7 +146,7 @@ def compare(
         run.name: {
             "options": run.options,
             "machine": read_json(run.folder / "config.json", "calibrate again").get("machine"),
-            **summarise(run.outcomes(), Calibration.load(run.folder / FILE)),
+            **summarise(run.outcomes(), load_calibrations(run.folder / FILE)[0]),
         }
         for run in done
     }

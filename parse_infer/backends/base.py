@@ -31,7 +31,7 @@ class Backend(Protocol[Source]):
         judge: scores the drafts; None: lossless speculation only.
         segmenter: finds the cuts of drafts.
         threshold: the judge's calibrated threshold, or None.
-        calibration: measured with this adapter and this backend, or None.
+        calibrations: measured with this adapter and this backend, one for each sampling.
         train_problems: hashes of the training prompts of judge and models; empty if unknown.
         deterministic: greedy output is the same for every way to compute it (float32 in this process).
         parallel: maximum number of concurrent answers.
@@ -42,7 +42,7 @@ class Backend(Protocol[Source]):
     """
 
     threshold: float | None
-    calibration: Calibration | None
+    calibrations: tuple[Calibration, ...]
     parallel: int
     adaptive: bool
     falls_back: bool
@@ -85,8 +85,8 @@ class Backend(Protocol[Source]):
         """Requests on one copy of the target while `running` answers are in flight, other clients' included."""
         ...
 
-    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        """Raise ValueError for settings that this backend cannot serve with the given calibration."""
+    def check(self, settings: GenerationSettings, calibrations: Sequence[Calibration]) -> None:
+        """Raise ValueError for settings that this backend cannot serve with the given calibrations."""
         ...
 
     def replayable(self, length: BlockTokens) -> BlockTokens:

@@ -184,7 +184,7 @@ def calibrate(
         raise CalibrationError("a calibration needs a draft model, and a judge: an adapter, or judge='min_p'")
     settings = replace(settings, blocks=tuple(map(engine.backend.replayable, settings.blocks)))
     for length in settings.blocks:
-        engine.backend.check(GenerationSettings(block_tokens=length), None)
+        engine.backend.check(GenerationSettings(block_tokens=length), ())
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},

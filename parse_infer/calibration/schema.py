@@ -1,4 +1,4 @@
-"""Promises: per-request risk levels and the operating points that keep them (`calibration.json`).
+"""Promises: per-request risk levels and the operating points that keep them.
 
 A promise covers whole requests, not drafts or verification passes. On new problems like the calibration's, PARSE's
 expected loss is at most `risk`, with the stated confidence. `LOSSES` says what a loss is.
@@ -7,18 +7,14 @@ expected loss is at most `risk`, with the stated confidence. `LOSSES` says what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parse_infer.errors import CalibrationError
-from parse_infer.files import locate, read_json, write_json
 from parse_infer.settings.acceptance import Acceptance, check_share
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.settings.sampling import GREEDY, Sampling
 
-FILE = "calibration.json"
-SCHEMA_VERSION = 3
 Loss = Literal["accuracy", "lost", "disagreement"]
 LOSSES: dict[Loss, str] = {
     "accuracy": "accuracy of the target alone minus PARSE's",
@@ -26,7 +22,7 @@ LOSSES: dict[Loss, str] = {
     "disagreement": "PARSE's final answer is not the target's own",
 }
 LOCAL = "local"
-_WAY_OUT = "run `parse-infer calibrate` again"
+WAY_OUT = "run `parse-infer calibrate` again"
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class TestedPoint:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Content of calibration.json.
+    """What was measured at one sampling, and what it promises.
 
     Attributes:
         task: name of the task.
@@ -91,6 +87,11 @@ class Calibration:
         """The backend that was calibrated."""
         return str(self.models.get("backend", LOCAL))
 
+    @property
+    def key(self) -> tuple[str, Sampling]:
+        """Backend and sampling, by which an engine and its requests choose a calibration."""
+        return self.backend, GREEDY if self.sampling.greedy else self.sampling
+
     def setting(self, risk: float) -> TestedPoint:
         """Return the fastest operating point that keeps `risk`.
 
@@ -102,13 +103,11 @@ class Calibration:
             return self.tried[place]
         shown = [r for r, where in self.promises.items() if where is not None]
         if not shown:
-            raise CalibrationError(
-                f"risk is {risk}, but the calibration shows no promise: {_WAY_OUT} on more problems"
-            )
+            raise CalibrationError(f"risk is {risk}, but the calibration shows no promise: {WAY_OUT} on more problems")
         nearest = min(shown, key=lambda r: abs(r - risk))
         what = "no setting was shown to keep it" if risk in self.promises else "it was not tested"
         raise CalibrationError(
-            f"risk is {risk}, but {what}; the nearest promise is {nearest}. For others {_WAY_OUT} with --risk {risk}"
+            f"risk is {risk}, but {what}; the nearest promise is {nearest}. For others {WAY_OUT} with --risk {risk}"
         )
 
     def disagreement(self, risk: float) -> float:
@@ -125,107 +124,8 @@ class Calibration:
             if _identity(mine) != _identity(theirs):
                 raise CalibrationError(
                     f"the calibration was made with another {part} ({_name(mine)}) than is loaded ({_name(theirs)}), "
-                    f"so its promises do not hold here: {_WAY_OUT}"
+                    f"so its promises do not hold here: {WAY_OUT}"
                 )
-
-    def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
-        content = asdict(self) | {"promises": {str(risk): place for risk, place in self.promises.items()}}
-        write_json(path, {"schema_version": SCHEMA_VERSION, **content})
-
-    @classmethod
-    def load(cls, path: str | Path) -> Calibration:
-        """Read the file. Raise FileNotFoundError without a file, ValueError for a damaged one or another version."""
-        path = Path(path)
-        if path.is_dir() and (path / FILE).is_file():
-            raise FileNotFoundError(f"{path} is a folder: give the file in it, {path / FILE}")
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no calibration {path}: make one with `parse-infer calibrate`")
-        content = read_json(path, _WAY_OUT)
-        if content.pop("schema_version", None) != SCHEMA_VERSION:
-            raise CalibrationError(f"{path} is of another version than this parse-engine reads: {_WAY_OUT}")
-        try:
-            content["tried"] = [TestedPoint(OperatingPoint(**row.pop("setting")), **row) for row in content["tried"]]
-            content["sampling"] = Sampling(**content["sampling"])
-            content["promises"] = {float(risk): place for risk, place in content["promises"].items()}
-            calibration = cls(**content)
-            for place in calibration.promises.values():
-                assert place is None or calibration.tried[place]
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise CalibrationError(f"{path} is damaged ({error}): {_WAY_OUT}") from error
-        return calibration
-
-
-def shipped_calibration(adapter: str | Path | None) -> Calibration | None:
-    """Load the calibration in an adapter's folder or Hub repository; None without a calibration."""
-    if adapter is None:
-        return None
-    path = locate(adapter, (FILE,), "adapter") / FILE
-    return Calibration.load(path) if path.is_file() else None
-
-
-def resolve_risk(
-    settings: GenerationSettings, calibration: Calibration | None, template_option: str | None = None
-) -> GenerationSettings:
-    """Apply the operating point that keeps the settings' `risk`; return settings without `risk` unchanged.
-
-    Args:
-        template_option: a chat template option that the prompt changes, if any; see `changed_option`.
-
-    Raises:
-        ValueError: no calibration, a risk without promise, or settings that the promise does not cover.
-    """
-    risk = settings.risk
-    if risk is None:
-        return settings
-    if calibration is None:
-        raise CalibrationError(
-            f"risk is {risk}, but this engine has no calibration: run `parse-infer calibrate`, "
-            "and name its calibration.json"
-        )
-    for name in (*(f.name for f in fields(OperatingPoint)), "mode", "keep_greedy_match"):
-        if getattr(settings, name) != getattr(GenerationSettings(), name):
-            raise CalibrationError(f"risk and {name} were both given: a promise chooses its own {name}")
-    asked, covered = settings.resume_sampling, calibration.sampling
-    if not asked.draws_like(covered):
-        raise CalibrationError(
-            f"risk is {risk}, but the calibration covers {covered} only, and this request has {asked}"
-        )
-    if not (settings.draft_sampling.greedy or settings.draft_sampling.draws_like(asked)):
-        raise CalibrationError(
-            f"risk is {risk}, but the calibration covers greedy drafts only: omit draft_temperature"
-        )
-    for given in ("ignore_eos", "min_tokens", "strict_tokens", "strict_answer"):
-        if getattr(settings, given):
-            raise CalibrationError(f"risk is {risk}, but the calibration does not cover {given}: omit {given}")
-    if template_option is not None:
-        raise CalibrationError(
-            f"risk is {risk}, but the calibration was made with another {template_option[:60]!r} of the chat "
-            "template: omit it"
-        )
-    if settings.max_new_tokens < calibration.max_new_tokens:
-        raise CalibrationError(
-            f"risk is {risk}, but the calibration covers answers of up to {calibration.max_new_tokens} tokens and "
-            f"max_new_tokens is {settings.max_new_tokens}"
-        )
-    return settings.override(draft_temperature=0.0, **asdict(calibration.setting(risk).setting))
-
-
-def promised(
-    settings: GenerationSettings,
-    risk: float | None,
-    calibration: Calibration | None,
-    template_option: str | None = None,
-) -> tuple[GenerationSettings, str | None]:
-    """Return `settings` with the promise `risk`, if the settings have no `risk` and the promise covers them. Otherwise
-    return them unchanged; the second value says why the promise does not cover them."""
-    if risk is None or settings.risk is not None:
-        return settings, None
-    try:
-        resolve_risk(settings.override(risk=risk), calibration, template_option)
-    except ValueError as error:
-        return settings, str(error)
-    return settings.override(risk=risk), None
 
 
 def risks(values: Sequence[float]) -> tuple[float, ...]:

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from parse_infer.calibration.promises import resolve_risk
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
-from parse_infer.calibration.schema import resolve_risk
 from parse_infer.cli.options import print_json
 from parse_infer.cli.prompt_rows import PromptRow
 from parse_infer.cli.rich_view import STYLES, coloured_spans
@@ -84,7 +84,7 @@ def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: Genera
         **engine.describe(),
         "threshold": engine.threshold,
         "prompts": hashlib.sha256(prompts).hexdigest()[:16],
-        "settings": asdict(resolve_risk(settings, engine.calibration)),
+        "settings": asdict(resolve_risk(settings, engine.calibrations)),
     }
     store = RecordStore(folder, config, AnswerRecord, "run of answers")
 

@@ -171,7 +171,7 @@ class ModelOptions:
             start_servers: with --backend vllm start a server for each model without address; False: refuse.
             target_options: extra vLLM options for a target server that this starts.
             expected: settings of the future requests.
-            promised: `with_promise` gave the settings, so the calibration must fit the models.
+            promised: `with_promise` gave the settings, so the calibrations must fit the models.
 
         Raises ValueError or OSError, with a one-sentence message, for missing or mismatched parts.
         """
@@ -222,23 +222,22 @@ class ModelOptions:
             **options,
         )
         if promised:
-            engine.check_calibration()
+            engine.check_calibrations()
         return engine
 
     def with_promise(self, settings: GenerationSettings, risk: float | None) -> GenerationSettings:
-        """`settings` with those of the calibration's promise `risk`; unchanged if it is None.
+        """`settings` with those of the promise `risk`; unchanged if it is None.
 
         Raises ValueError without this promise, and for settings that it does not cover.
         """
         if risk is None:
             return settings
-        from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
+        from parse_infer.calibration.calibration_file import find_calibrations
+        from parse_infer.calibration.promises import resolve_risk
         from parse_infer.models.names import resolve
 
-        known = Calibration.load(self.calibration) if self.calibration else None
-        if known is None and self.adapter_name is not None and self.judge is None:
-            known = shipped_calibration(resolve(self.adapter_name))
-            known = known if known is not None and known.backend == self.backend else None
+        shipped = None if self.adapter_name is None or self.judge is not None else resolve(self.adapter_name)
+        known = find_calibrations(self.calibration, shipped, self.backend)
         return resolve_risk(settings.override(risk=risk), known).override(risk=None, strict_tokens=0, adaptive=False)
 
     def _server_options(self) -> dict[str, Any]:

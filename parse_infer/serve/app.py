@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from parse_infer.calibration.schema import resolve_risk
+from parse_infer.calibration.promises import check_default_risk
 from parse_infer.errors import SettingsError
 from parse_infer.serve import errors
 from parse_infer.serve.admission import AdmissionQueue
@@ -59,7 +59,7 @@ def create_app(
         metrics: new ones, which something else may serve too; None: those of this application alone.
 
     Raises:
-        ValueError: the calibration does not prove the risk, an audit has no calibration, or the target of
+        ValueError: no calibration proves the risk, an audit has no calibration, or the target of
             `strict_answer` does not think.
 
     `app.state.queue` is the admission queue, `app.state.metrics` the metrics.
@@ -72,11 +72,10 @@ def create_app(
             f"strict_answer is for models that think, but {runner.name!r} has no marks around its thinking: omit "
             "--strict-answer, or name them with --thinking-marks"
         )
-    if risk_settings.risk is not None:
-        resolve_risk(risk_settings.expected.override(**settings.strict_defaults), runner.calibration)
+    check_default_risk(risk_settings.expected.override(**settings.strict_defaults), runner.calibrations)
     audit = Audit(runner, metrics, risk_settings, limits.request_s) if risk_settings.audit else None
     if risk_settings.risk is not None or audit is not None:
-        runner.check_calibration()
+        runner.check_calibrations()
     handler = RequestHandler(runner, queue, metrics, settings, audit, *(() if traces is None else (traces.note,)))
     app = FastAPI(
         title="PARSE",

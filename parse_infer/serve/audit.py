@@ -9,6 +9,8 @@ import random
 from contextlib import aclosing
 from dataclasses import replace
 
+from parse_infer.calibration.promises import covering
+from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError
 from parse_infer.request.events import Done
 from parse_infer.serve.choice_state import ChoiceState
@@ -64,8 +66,9 @@ class DriftTest:
 class Audit:
     """Compares final answers with the target's own, and warns when they differ more often than promised.
 
-    A server cannot know whether an answer is right, only whether it differs from the target's. The calibration gives
-    the allowed rate of differences. One audit runs at a time; an answer that ends meanwhile is not audited.
+    A server cannot know whether an answer is right, only whether it differs from the target's. The calibration of the
+    answer's sampling gives the allowed rate of differences. One audit runs at a time; an answer that ends meanwhile is
+    not audited.
 
     Args:
         limit_s: timeout of an audit in seconds.
@@ -75,18 +78,17 @@ class Audit:
     """
 
     def __init__(self, runner: Runner, metrics: Metrics, risk_settings: RiskSettings, limit_s: float) -> None:
-        calibration = runner.calibration
         if not 0 < risk_settings.audit <= 1:
             raise ParseError(f"--audit is {risk_settings.audit}; give a share of the requests, such as 0.01")
-        if calibration is None:
+        if not runner.calibrations:
             raise ParseError("--audit needs a calibration: give --calibration")
         self._runner = runner
         self._metrics = metrics
-        self._calibration = calibration
         self._risk_settings = risk_settings
         self._limit_s = limit_s
         self._tests = {
-            risk: DriftTest(calibration.disagreement(risk), 1 - calibration.confidence)
+            _labels(calibration, risk): DriftTest(calibration.disagreement(risk), 1 - calibration.confidence)
+            for calibration in runner.calibrations
             for risk, place in calibration.promises.items()
             if place is not None and calibration.disagreement(risk) < 1
         }
@@ -97,12 +99,13 @@ class Audit:
         # The calibration's rate of differences includes unusual drafts, and no other fallback.
         counts = choice.answer.fallback in (None, "unusual_draft")
         risk = choice.job.settings.risk if counts else None
-        if risk not in self._tests or (self._task is not None and not self._task.done()):
+        if risk is None or (self._task is not None and not self._task.done()):
             return
-        if random.random() < self._risk_settings.audit:
-            self._task = asyncio.create_task(self._audit(choice, risk))
+        calibration = covering(self._runner.calibrations, choice.job.settings)
+        if _labels(calibration, risk) in self._tests and random.random() < self._risk_settings.audit:
+            self._task = asyncio.create_task(self._audit(choice, calibration, risk))
 
-    async def _audit(self, choice: ChoiceState, risk: float) -> None:
+    async def _audit(self, choice: ChoiceState, calibration: Calibration, risk: float) -> None:
         job = replace(choice.job, alone=True, audit=True)
         text = ""
         try:
@@ -114,18 +117,25 @@ class Audit:
             log.exception("audit failed")
             return
         differs = not self._risk_settings.same(choice.answer.text, text)
-        test = self._tests[risk]
+        labels = _labels(calibration, risk)
+        test = self._tests[labels]
         known = test.implausible
         test.see(differs)
-        self._metrics.audited.labels(str(risk), "differs" if differs else "same").inc()
-        self._metrics.evidence.labels(str(risk)).set(test.evidence)
-        self._metrics.implausible.labels(str(risk)).set(test.implausible)
+        self._metrics.audited.labels(*labels, "differs" if differs else "same").inc()
+        self._metrics.evidence.labels(*labels).set(test.evidence)
+        self._metrics.implausible.labels(*labels).set(test.implausible)
         if test.implausible and not known:
             fields = {
                 "risk": risk,
+                "sampling": str(calibration.sampling),
                 "audited": test.observations,
                 "differing": test.events,
-                "allowed": self._calibration.disagreement(risk),
-                "confidence": self._calibration.confidence,
+                "allowed": calibration.disagreement(risk),
+                "confidence": calibration.confidence,
             }
             log.warning("promise implausible: calibrate again on current requests", extra={"fields": fields})
+
+
+def _labels(calibration: Calibration, risk: float) -> tuple[str, str]:
+    """Name a promise in the metrics."""
+    return str(calibration.sampling), str(risk)

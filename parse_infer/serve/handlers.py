@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.types import Send
 
-from parse_infer.calibration.schema import promised
+from parse_infer.calibration.promises import promised
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
@@ -143,9 +143,7 @@ class RequestHandler:
     def _settings(self, body: ChatBody | CompletionBody) -> tuple[Sequence[GenerationSettings], str | None]:
         """Settings of a prompt's `n` answers, and why the server's promise does not cover them (None: it does)."""
         risk = self._server.risk_settings.risk
-        calibration = self.runner.calibration
-        # A risk without a temperature takes the one that it was calibrated at.
-        sampling = calibration.sampling if body.says("risk") and calibration is not None else self._sampling
+        sampling = self._promised_sampling(body) if body.says("risk") else self._sampling
         settings = [body.settings(body.max_new_tokens, choice, sampling) for choice in range(body.choices)]
         if body.alone:
             return settings, None
@@ -159,5 +157,12 @@ class RequestHandler:
             reason = "a promise covers only what the draft model writes"
             return settings, None if risk is None else reason
         changed = changed_option(body.prompts[0], self.runner.template_options)
-        covered = [promised(each, risk, calibration, changed) for each in settings]
+        covered = [promised(each, risk, self.runner.calibrations, changed) for each in settings]
         return [each for each, _ in covered], covered[0][1]
+
+    def _promised_sampling(self, body: ChatBody | CompletionBody) -> Sampling:
+        """Sampling of a promise that completes the body's own: the server's default if that is promised, else the
+        first. The server's default where no promise has what the body says."""
+        promises = [each.sampling for each in self.runner.calibrations]
+        promises.sort(key=self._sampling.draws_like, reverse=True)
+        return next((each for each in promises if body.sampling(each).draws_like(each)), self._sampling)

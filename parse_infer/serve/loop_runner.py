@@ -39,7 +39,7 @@ class LoopRunner(Runner):
         self._backend = engine.backend
         self.parallel = self._backend.parallel
         self.threshold = engine.threshold
-        self.calibration = engine.calibration
+        self.calibrations = engine.calibrations
         self._engine = engine
         self._audits = 0
         self._slots = asyncio.Semaphore(self.parallel)
@@ -61,8 +61,8 @@ class LoopRunner(Runner):
     def pools(self) -> Mapping[str, ReplicaPool]:
         return self._backend.servers
 
-    def check_calibration(self) -> None:
-        self._engine.check_calibration()
+    def check_calibrations(self) -> None:
+        self._engine.check_calibrations()
 
     async def stream(self, job: Job) -> AsyncGenerator[Moment, None]:
         draft = None

@@ -80,19 +80,22 @@ class Metrics:
             "parse_inter_token_seconds", "Time between two pieces of text.", buckets=_SHORT, registry=registry
         )
         self.audited = Counter(
-            "parse_audited", "Answers compared with the target's own.", ["risk", "result"], registry=registry
+            "parse_audited",
+            "Answers compared with the target's own.",
+            ["sampling", "risk", "result"],
+            registry=registry,
         )
         self.evidence = Gauge(
             "parse_promise_evidence",
             "Evidence against the promise; 1 at the start.",
-            ["risk"],
+            ["sampling", "risk"],
             registry=registry,
             multiprocess_mode="max",
         )
         self.implausible = Gauge(
             "parse_promise_implausible",
             "1: answers differ more often than promised.",
-            ["risk"],
+            ["sampling", "risk"],
             registry=registry,
             multiprocess_mode="max",
         )

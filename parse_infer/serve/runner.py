@@ -82,7 +82,7 @@ class Runner(ABC):
         default_sampling: sampling of the target's generation config.
         parallel: number of concurrent answers.
         threshold: default threshold.
-        calibration: source of the settings for a `risk`.
+        calibrations: sources of the settings for a `risk`, one for each sampling.
         thinks: the target thinks before it answers.
         relays: the target has a server, which answers requests that a draft cannot speed up.
     """
@@ -90,7 +90,7 @@ class Runner(ABC):
     relays = False
     parallel: int
     threshold: float
-    calibration: Calibration | None
+    calibrations: tuple[Calibration, ...]
 
     def __init__(self, target: TokenizerSpec, draft: TokenizerSpec | None = None) -> None:
         self.name = target.name
@@ -111,8 +111,8 @@ class Runner(ABC):
         return any(reads_option(model.tokenizer, name) for model in models)
 
     @abstractmethod
-    def check_calibration(self) -> None:
-        """Raise ValueError if the calibration was made with other models."""
+    def check_calibrations(self) -> None:
+        """Raise ValueError if a calibration was made with other models."""
 
     @property
     @abstractmethod

@@ -41,18 +41,18 @@ class ThreadRunner(Runner):
         self._backend = self._engine.backend
         super().__init__(self._engine.target, self._engine.draft)
         self.threshold = self._engine.threshold
-        self.calibration = self._engine.calibration
+        self.calibrations = self._engine.calibrations
 
     @property
     def running(self) -> int:
         return self._running
 
-    def check_calibration(self) -> None:
+    def check_calibrations(self) -> None:
         done: Future[None] = Future()
 
         def check() -> None:
             try:
-                self._engine.check_calibration()
+                self._engine.check_calibrations()
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)

@@ -40,7 +40,7 @@ class GenerationSettings:
     risk: float | None = setting(
         None, "Largest share of lost requests, by the calibration; replaces threshold.", gt=0, lt=1
     )
-    """The engine's calibration (`parse_infer.calibration.schema`) sets the fields of its `OperatingPoint`."""
+    """The calibration of this sampling (`parse_infer.calibration.promises`) sets the fields of `OperatingPoint`."""
     mode: Mode = setting(
         "validity",
         "validity: accept the prefix that the judge accepts. exact: accept only tokens that equal the target's greedy "

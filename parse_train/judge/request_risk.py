@@ -10,8 +10,9 @@ from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import comparison
 from parse_infer import tracking
+from parse_infer.calibration.calibration_file import FILE, add_calibration
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
-from parse_infer.calibration.schema import FILE, Calibration, Loss
+from parse_infer.calibration.schema import Calibration, Loss
 from parse_infer.engine import ParseEngine
 from parse_train.judge.build_info import BuildInfo
 from parse_train.judge.config import JudgeTrainingConfig
@@ -69,7 +70,7 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
     except (ValueError, OSError) as error:
         print(f"the adapter is not calibrated: {error}")
         return
-    calibration.save(adapter / FILE)
+    add_calibration(adapter / FILE, calibration)
     log(calibration)
     for risk, place in calibration.promises.items():
         kept = "not reached" if place is None else f"{calibration.tried[place].speedup:.2f} times as fast"

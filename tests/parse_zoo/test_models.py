@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from data_tools.tasks.registry import load_task
-from parse_infer.calibration.schema import shipped_calibration
+from parse_infer.calibration.calibration_file import find_calibrations
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.modes import make_modes, timed
@@ -83,10 +83,9 @@ def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, 
 def test_an_adapter_has_the_name_by_which_its_calibration_knows_it(name):
     """Also as loaded: a new field of the configuration must not change it."""
     files = read_adapter(resolve(name))
-    calibration = shipped_calibration(files.folder)
+    (calibration,) = find_calibrations(None, files.folder, "local")
     loaded = ValidityConfig.from_dict(files.validity_config).to_dict()
     head = {key: value.float() if value.is_floating_point() else value for key, value in files.head.items()}
-    assert calibration is not None
     found = {files.fingerprint, judge_fingerprint((files.peft_config, loaded), (files.tensors, head))}
     assert found == {calibration.models["adapter"]}
 
@@ -112,7 +111,7 @@ def test_the_embedded_adapter_may_have_a_floor():
     floored = models.load()
     assert floored.describe()["adapter"] == f"{plain.describe()['adapter']}, min-p at 0.01"
     assert floored.threshold == plain.threshold and floored.train_problems == plain.train_problems
-    assert plain.calibration is not None and floored.calibration is None
+    assert plain.calibrations and not floored.calibrations
     with pytest.raises(ValueError, match="this engine has no calibration"):
         models.with_promise(GenerationSettings(), 0.05)
 

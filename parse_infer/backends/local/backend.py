@@ -69,7 +69,7 @@ class LocalBackend:
         drafter: DraftSource | None = None,
         target_drafter: TokenProposer | None = None,
         cut_policy: CutPolicy | None = None,
-        calibration: Calibration | None = None,
+        calibrations: tuple[Calibration, ...] = (),
         train_problems: frozenset[str] = frozenset(),
     ) -> None:
         self.target = target
@@ -77,7 +77,7 @@ class LocalBackend:
         self.judge = judge
         self.target_drafter = target_drafter
         self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter
-        self.calibration = calibration
+        self.calibrations = calibrations
         self._train_problems = train_problems
         self.threshold: float | None = judge.config.threshold if judge is not None else None
         if cut_policy is None:
@@ -113,7 +113,7 @@ class LocalBackend:
     def load(self, running: int) -> int:
         return running
 
-    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
+    def check(self, settings: GenerationSettings, calibrations: Sequence[Calibration]) -> None:
         """Do nothing: this backend serves all settings."""
 
     def replayable(self, length: BlockTokens) -> BlockTokens:

@@ -8,7 +8,8 @@ from typing import Any
 
 from parse_infer.backends.local.backend import LocalBackend
 from parse_infer.backends.local.options import AUTO, LocalOptions
-from parse_infer.calibration.schema import Calibration, shipped_calibration
+from parse_infer.calibration.calibration_file import find_calibrations
+from parse_infer.calibration.schema import LOCAL
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.floor import FlooredJudge
 from parse_infer.judge.judge import Judge
@@ -40,7 +41,6 @@ def load_backend(
     """
     chosen = LocalOptions(**options)
     rule = find_rule(chosen.judge, adapter)
-    promises = None if chosen.calibration is None else Calibration.load(chosen.calibration)
     if chosen.gguf_file is not None:
         file = chosen.gguf_file
         target = target / file if isinstance(target, Path) else f"{target.rstrip('/')}/{file}"
@@ -49,6 +49,7 @@ def load_backend(
         find_model(draft)
     if adapter is not None:
         adapter = resolve(adapter)
+    calibrations = find_calibrations(chosen.calibration, adapter if rule is None else None, LOCAL)
     if chosen.target_drafter not in (None, AUTO):
         check_token_drafter("target_drafter", chosen.target_drafter, has_draft=draft is not None)
     loaded, draft_model = _load_models(target, draft, chosen)
@@ -66,7 +67,7 @@ def load_backend(
         judge,
         target_drafter=_token_drafter(chosen.target_drafter, loaded, draft_model),
         cut_policy=chosen.cut_policy,
-        calibration=shipped_calibration(adapter) if promises is None and rule is None else promises,
+        calibrations=calibrations,
         train_problems=train_problems_of(target, draft),
     )
 

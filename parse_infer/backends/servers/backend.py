@@ -67,7 +67,7 @@ class ServerBackend:
         self._target, self._drafts, self._models = parts.target, parts.draft, dict(parts.models)
         self.target: TokenizerSpec = parts.target.language
         self.draft: TokenizerSpec | None = None if parts.draft is None else parts.draft[1]
-        self.threshold, self.calibration = parts.threshold, parts.calibration
+        self.threshold, self.calibrations = parts.threshold, parts.calibrations
         self.train_problems, self.processes = parts.train_problems, parts.processes
         self.parallel, self.falls_back = parallel, True
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
@@ -140,8 +140,8 @@ class ServerBackend:
     def load(self, running: int) -> int:
         return self._target.servers.load(running)
 
-    def check(self, settings: GenerationSettings, calibration: Calibration | None) -> None:
-        check_servable(settings, calibration, exact=self._target.reads is not None)
+    def check(self, settings: GenerationSettings, calibrations: Sequence[Calibration]) -> None:
+        check_servable(settings, calibrations, exact=self._target.reads is not None)
 
     def replayable(self, length: BlockTokens) -> BlockTokens:
         reads = self._target.reads

@@ -28,7 +28,9 @@ from parse_infer.backends.servers.options import ServerOptions
 from parse_infer.backends.servers.parts import Parts, check_servable
 from parse_infer.backends.servers.target import Target
 from parse_infer.backends.servers.zero_shot_requests import ZeroShotRequests
-from parse_infer.calibration.schema import Calibration, resolve_risk, shipped_calibration
+from parse_infer.calibration.calibration_file import find_calibrations
+from parse_infer.calibration.promises import check_default_risk
+from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import SettingsError
 from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig, check_target, read_head
 from parse_infer.judge.adapter_files import AdapterFiles, read_adapter
@@ -75,8 +77,9 @@ def connect_backend(
     backend = ServerBackend(find_parts(target, draft, adapter, chosen), chosen.parallel)
     try:
         backend.run(backend.handshake())
-        if chosen.calibration is not None and backend.calibration is not None:
-            backend.calibration.check(backend.describe())
+        if chosen.calibration is not None:
+            for calibration in backend.calibrations:
+                calibration.check(backend.describe())
     except BaseException:
         backend.close()
         raise
@@ -115,10 +118,10 @@ def find_parts(
         "cut_policy": cut_policy.to_dict(),
         "template_options": dict(options.template_options or {}),
     }
-    promises = _find_calibration(files, models, options)
+    calibrations = _find_calibrations(files, models, options)
     if options.expected is not None:
-        check_servable(options.expected, promises, exact=isinstance(judge, LogprobReads))
-        resolve_risk(options.expected, promises)
+        check_servable(options.expected, calibrations, exact=isinstance(judge, LogprobReads))
+        check_default_risk(options.expected, calibrations)
     missing = _servers_to_start(target, draft, drafting, judge, options)
     if missing and not options.start_servers:
         raise SettingsError(_commands(missing))
@@ -137,7 +140,7 @@ def find_parts(
         drafter,
         models,
         train_problems if files is None else train_problems | files.train_problems,
-        promises,
+        calibrations,
         threshold,
         processes,
     )
@@ -168,22 +171,17 @@ def _judge_name(adapter: AdapterFiles | None, judge: str | None, rule: Rule | No
     return None if judge is None else judge.partition(":")[0].replace("_", "-")
 
 
-def _find_calibration(
+def _find_calibrations(
     adapter: AdapterFiles | None, models: Mapping[str, Any], options: ServerOptions
-) -> Calibration | None:
-    """The given calibration, or the adapter's. Raises ValueError if a needed one holds for other models."""
-    promises = None
-    if options.calibration is not None:
-        promises = Calibration.load(options.calibration)
-    elif adapter is not None and options.judge is None:  # the adapter's own is without a floor
-        promises = shipped_calibration(adapter.folder)
-        if promises is not None and promises.backend != models["backend"]:
-            promises = None  # made for the local backend
-    needed = options.calibration is not None or (options.expected is not None and options.expected.risk is not None)
-    if promises is not None and needed:
+) -> tuple[Calibration, ...]:
+    """The given calibrations, or the adapter's. Raises ValueError if needed ones hold for other models."""
+    shipped = None if adapter is None or options.judge is not None else adapter.folder  # the adapter's have no floor
+    found = find_calibrations(options.calibration, shipped, models["backend"])
+    if options.calibration is not None or (options.expected is not None and options.expected.risk is not None):
         unnamed = models["draft"] is None and options.draft_urls  # until the handshake
-        promises.check({**models, **({"draft": promises.models.get("draft")} if unnamed else {})})
-    return promises
+        for each in found:
+            each.check({**models, **({"draft": each.models.get("draft")} if unnamed else {})})
+    return found
 
 
 def _servers_to_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Parts:
             drafts are given with the prompts.
         models: names of the models; see `ServerBackend.describe`.
         train_problems: hashes of the training prompts of judge and models, see `leave_out_learnt`.
-        calibration: source of the risk promises.
+        calibrations: sources of the risk promises, one for each sampling.
         threshold: the judge's calibrated threshold, if it has one.
         processes: servers started for the backend; `ServerBackend.close` ends them.
     """
@@ -34,12 +35,12 @@ class Parts:
     draft: tuple[ReplicaPool | InProcessDraft, TokenizerSpec | None] | None
     models: dict[str, Any]
     train_problems: frozenset[str] = frozenset()
-    calibration: Calibration | None = None
+    calibrations: tuple[Calibration, ...] = ()
     threshold: float | None = None
     processes: Supervisor | None = None
 
 
-def check_servable(settings: GenerationSettings, calibration: Calibration | None, exact: bool) -> None:
+def check_servable(settings: GenerationSettings, calibrations: Sequence[Calibration], exact: bool) -> None:
     """Raise ValueError for settings that servers cannot serve.
 
     Args:
@@ -50,7 +51,7 @@ def check_servable(settings: GenerationSettings, calibration: Calibration | None
             "mode 'exact' over servers reads the target's choices, as adapters on log-probabilities and min_p do: "
             "give one of these"
         )
-    if settings.risk is not None and calibration is None:
+    if settings.risk is not None and not calibrations:
         raise SettingsError(
             f"risk is {settings.risk}, but no calibration for --backend vllm was given: run `parse-infer calibrate "
             "--backend vllm` and pass its calibration.json"

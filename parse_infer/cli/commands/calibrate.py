@@ -74,9 +74,9 @@ def calibrate(
 
     With --loss accuracy: "at most 2 points of accuracy are lost". A promise holds for its own sampling only. The
     target alone and PARSE under every threshold answer every problem. Drafts, validities and continuations are
-    computed once, so many thresholds cost little. Writes calibration.json into --out. The local backend also writes
-    it into the adapter's folder, if that is on this machine and --cut-policy is not given. `parse-infer generate
-    --risk 0.05` reads it there.
+    computed once, so many thresholds cost little. Writes calibration.json into --out. If the adapter's folder
+    is on this machine and --cut-policy is not given, its calibration.json gets the calibration too, beside those of
+    other samplings and backends. `parse-infer generate --risk 0.05` reads it there.
 
     \b
     Examples:
@@ -89,9 +89,9 @@ def calibrate(
     loaded_task = open_task(task, task_option)
     from data_tools.tasks.checkers import same_answer
     from data_tools.tasks.task import comparison
+    from parse_infer.calibration.calibration_file import FILE, add_calibration, save_calibrations
     from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
-    from parse_infer.calibration.schema import FILE
     from parse_infer.settings.sampling import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, seed=None if temperature == 0 else seed)
@@ -116,14 +116,13 @@ def calibrate(
         )
     console = Console(highlight=False)
     console.print(promises_table(calibration))
-    written = [Path(out) / FILE]
-    plain = models.cut_policy is None and models.judge is None  # else the adapter's own calibration must stay
-    adapter = None if models.served else models.adapter_name
-    if plain and adapter is not None and Path(adapter).is_dir():
-        written.insert(0, Path(adapter) / FILE)
-    for path in written:
-        calibration.save(path)
-        console.print(f"Written: {path}", soft_wrap=True)
+    save_calibrations(Path(out) / FILE, [calibration])
+    console.print(f"Written: {Path(out) / FILE}", soft_wrap=True)
+    plain = models.cut_policy is None and models.judge is None  # else the adapter's own calibrations must stay
+    if plain and models.adapter_name is not None and Path(models.adapter_name).is_dir():
+        path = Path(models.adapter_name) / FILE
+        held = " and ".join(f"{each.sampling} ({each.backend})" for each in add_calibration(path, calibration))
+        console.print(f"Written: {path}, with promises for {held}", soft_wrap=True)
 
 
 def promises_table(calibration: Calibration) -> Table:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from parse_infer.calibration.calibration_file import load_calibrations, save_calibrations
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
@@ -148,14 +150,17 @@ def test_requests_carry_the_key_of_the_servers(by, engine, connect, monkeypatch,
 
 @pytest.mark.slow
 def test_a_calibration_over_servers_keeps_the_local_one(coordinated, monkeypatch, tmp_path, capsys):
-    found = Calibration("t", 300, "x", "lost", 0.9, 24, {}, [], {0.1: None})
+    local = Calibration("t", 300, "x", "lost", 0.9, 24, {}, [], {0.1: None})
+    found = replace(local, models={"backend": "vllm"})
     monkeypatch.setattr("parse_infer.calibration.measure.calibrate", lambda *_, **__: found)
     adapter, out = tmp_path / "adapter", tmp_path / "out"
-    adapter.mkdir()
     out.mkdir()
+    save_calibrations(adapter / "calibration.json", [local])
     assert main(["calibrate", "--backend", "vllm", "--adapter", str(adapter), "--out", str(out)]) == 0
-    assert [path.name for path in out.iterdir()] == ["calibration.json"] and not list(adapter.iterdir())
-    assert "not proven" in capsys.readouterr().out
+    assert load_calibrations(out / "calibration.json") == (found,)
+    assert load_calibrations(adapter / "calibration.json") == (local, found)
+    said = capsys.readouterr().out
+    assert "not proven" in said and "with promises for greedy answers (local) and greedy answers (vllm)" in said
 
 
 @pytest.mark.slow
@@ -231,7 +236,7 @@ def test_the_target_alone_is_measured_without_draft_model_and_judge(monkeypatch,
 def test_a_promise_over_servers_is_measured_beside_the_target_alone(monkeypatch, tmp_path, capsys):
     tried = [TestedPoint(OperatingPoint(0.8, "whole"), 0, 0.04, 2.0, 0.1)]
     file = tmp_path / "calibration.json"
-    Calibration("t", 300, "x", "lost", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0}).save(file)
+    save_calibrations(file, [Calibration("t", 300, "x", "lost", 0.9, 24, {"backend": "vllm"}, tried, {0.05: 0})])
     calls = []
 
     def from_pretrained(target, draft, adapter, **options):

@@ -11,6 +11,7 @@ import pytest
 from data_tools.tasks.checkers import same_answer
 from parse_infer.backends.servers.backend import ServerBackend
 from parse_infer.calibration import measure
+from parse_infer.calibration.calibration_file import load_calibrations, save_calibrations
 from parse_infer.calibration.measure import CalibrationSettings, calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
@@ -70,9 +71,9 @@ def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect,
     assert found.tried[0].losses == 0, "above 1 the answer is the target's own"
     assert found.tried[-1].losses == here.tried[-1].losses > 0, "where all is kept, a greedy match changes nothing"
     path = tmp_path / "calibration.json"
-    found.save(path)
+    save_calibrations(path, [found])
     coordinator.adaptive = False
-    coordinator.calibration = Calibration.load(path)
+    coordinator.calibrations = load_calibrations(path)
     setting = found.setting(0.9).setting
     wanted = coordinator.generate(
         PROMPTS[0], max_new_tokens=24, threshold=setting.threshold, block_tokens=setting.block_tokens
@@ -83,7 +84,7 @@ def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect,
     with running(LoopRunner(coordinator), engine, risk_settings=RiskSettings(0.9, audit=1.0)) as served:
         answer = served.chat(PROMPTS[0], max_tokens=24).json()["choices"][0]
         assert answer["message"]["content"] == wanted.text and answer["parse"]["risk"] == 0.9
-    other = make_engine(noise=0.15, calibration=found)
+    other = make_engine(noise=0.15, calibrations=[found])
     with pytest.raises(ValueError, match=r"made with another backend \(vllm\) than is loaded \(local\)"):
         other.generate(PROMPTS[0], max_new_tokens=24, risk=0.9)
 
@@ -91,7 +92,7 @@ def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect,
 def test_a_calibration_of_other_models_is_refused(engine, connect):
     coordinator, _, _ = connect(engine)
     models = {**coordinator.describe(), "draft": "another"}
-    coordinator.calibration = Calibration("t", 1, "x", "lost", 0.9, 24, models, [], {0.1: None})
+    coordinator.calibrations = [Calibration("t", 1, "x", "lost", 0.9, 24, models, [], {0.1: None})]
     with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(draft\)"):
         coordinator.generate(PROMPTS[0], risk=0.1)
 
@@ -110,13 +111,13 @@ def test_the_model_of_a_draft_server_is_compared_once_the_server_has_named_it(mo
         models = made.describe()
     tried = [TestedPoint(OperatingPoint(0.8), 0, 0.04, 2.0, 0.1)]
     found = Calibration("t", 300, "x", "lost", 0.9, 24, models, tried, {0.05: 0})
-    found.save(file)
+    save_calibrations(file, [found])
     with connect(calibration=file, expected=settings) as made:
-        assert made.calibration.models["draft"] == "qwen"
-    replace(found, models=models | {"draft": "another"}).save(file)
+        assert made.calibrations[0].models["draft"] == "qwen"
+    save_calibrations(file, [replace(found, models=models | {"draft": "another"})])
     with pytest.raises(ValueError, match=r"made with another draft \(another\) than is loaded \(qwen\)"):
         connect(calibration=file, expected=settings)
-    replace(found, models=models | {"target": "another"}).save(file)
+    save_calibrations(file, [replace(found, models=models | {"target": "another"})])
     monkeypatch.delattr(ServerBackend, "handshake")
     with pytest.raises(ValueError, match=r"made with another target \(another\)"):
         connect(calibration=file)

@@ -16,6 +16,7 @@ import torch
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration import measure
+from parse_infer.calibration.calibration_file import load_calibrations, save_calibrations
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, candidates, certify
 from parse_infer.calibration.replay import Replay
@@ -167,8 +168,8 @@ def test_a_calibration_of_samples_promises_accuracy_at_its_temperature(engine: P
     assert all(pace >= 1 for row in rows[:4] for pace in row["tokens_per_forward"][0])
     point = found.tried[-1]
     assert point.losses == pytest.approx(sum(row["losses"][0][-1] for row in rows))
-    found.save(tmp_path / "calibration.json")
-    engine.calibration = Calibration.load(tmp_path / "calibration.json")
+    save_calibrations(tmp_path / "calibration.json", [found])
+    engine.calibrations = load_calibrations(tmp_path / "calibration.json")
     risk = next(risk for risk, place in found.promises.items() if place is not None)
     asked = {"max_new_tokens": 30, "risk": risk}
     for temperature in ({}, {"temperature": 0.9}, {"temperature": 0.5, "top_k": 40}):
@@ -503,10 +504,10 @@ def test_a_pair_that_loses_even_without_drafts_is_refused_early(engine: ParseEng
 def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: Path):
     calibration = run(engine, tmp_path / "run")
     path = tmp_path / "calibration.json"
-    calibration.save(path)
-    assert Calibration.load(path) == replace(calibration, made=json.loads(json.dumps(calibration.made)))
-    engine.calibration = Calibration.load(path)
-    tried = engine.calibration.setting(0.5)
+    save_calibrations(path, [calibration])
+    assert load_calibrations(path) == (replace(calibration, made=json.loads(json.dumps(calibration.made))),)
+    engine.calibrations = load_calibrations(path)
+    tried = calibration.setting(0.5)
     wanted = engine.generate(PROMPTS[0], threshold=tried.setting.threshold, block_tokens=tried.setting.block_tokens)
     assert engine.generate(PROMPTS[0], risk=0.5).token_ids == wanted.token_ids
     with pytest.raises(ValueError, match=r"risk is 0.03, but it was not tested; the nearest promise is 0.2"):
@@ -517,12 +518,12 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
         ({"block_tokens": 8}, "risk and block_tokens were both given"),
         ({"mode": "exact"}, "risk and mode were both given"),
         ({"keep_greedy_match": False}, "risk and keep_greedy_match were both given"),
-        ({"resume_sampling": Sampling(0.7)}, "covers greedy answers only"),
+        ({"resume_sampling": Sampling(0.7)}, "no promise for temperature 0.7; there are promises for greedy answers"),
         ({"max_new_tokens": 8}, "covers answers of up to 30 tokens and max_new_tokens is 8"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.generate(PROMPTS[0], risk=0.5, **changes)
-    other = make_engine(noise=0.3, calibration=Calibration.load(path))
+    other = make_engine(noise=0.3, calibrations=load_calibrations(path))
     assert other.generate(PROMPTS[0], max_new_tokens=5).token_ids  # of no concern without a risk
     with pytest.raises(ValueError, match="made with another draft"):
         other.generate(PROMPTS[0], risk=0.5)
@@ -534,7 +535,7 @@ def test_requests_go_by_the_promise(engine: ParseEngine, make_engine, tmp_path: 
     ):
         with pytest.raises(ValueError, match=f"made with another {part}"):
             calibration.check(models | {part: value})
-    other.calibration = None
+    other.calibrations = ()
     with pytest.raises(ValueError, match="this engine has no calibration: run `parse-infer calibrate`"):
         other.generate(PROMPTS[0], risk=0.5)
 
@@ -552,21 +553,7 @@ def test_a_draft_model_in_another_number_type_is_another(engine: ParseEngine, ma
         calibration.check(other.describe())
 
 
-def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
-    path = tmp_path / "calibration.json"
-    with pytest.raises(FileNotFoundError, match="there is no calibration"):
-        Calibration.load(path)
-    blank(made={}).save(path)
-    whole = json.loads(path.read_text())
-    for content, message in [
-        ("{", "is damaged, it is no valid JSON"),
-        (json.dumps(whole | {"schema_version": 7}), "is of another version"),
-        (json.dumps({key: value for key, value in whole.items() if key != "task"}), "is damaged"),
-        (json.dumps(whole | {"promises": {"0.1": 3}}), "is damaged"),
-    ]:
-        path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            Calibration.load(path)
+def test_a_risk_without_a_promise_is_one_sentence():
     nothing = blank(made={})
     with pytest.raises(ValueError, match="the calibration shows no promise"):
         replace(nothing, promises={0.1: None}).setting(0.1)

@@ -13,7 +13,7 @@ import pytest
 
 import parse_infer
 from data_tools.cli import main as data_main
-from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.calibration_file import load_calibrations
 from parse_infer.cli.app import main
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.cli.options import read_pairs
@@ -202,7 +202,7 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
     command = ["calibrate", *problems, "--cut-policy", "tokens:3", "--loss", "disagreement", *sizes]
     assert main([*command, "--out", str(tmp_path), *models]) == 0
     file = tmp_path / "calibration.json"
-    promised = Calibration.load(file).setting(0.5).setting
+    promised = load_calibrations(file)[0].setting(0.5).setting
     assert promised.block_tokens == 3
     bench = ["bench", *problems, "--limit", "1", "--max-new-tokens", "4", "--thresholds", "none", *models]
     bench += ["--modes", "target,parse", "--out", str(tmp_path / "bench"), "--calibration", str(file)]
@@ -218,7 +218,8 @@ def test_a_promises_settings_are_measured(models, problems, tmp_path, capsys):
         found = error_of(capsys, *bench, *cuts, "--risk", "0.5", option, values.get(option, "2"))
         assert option[2:].replace("-", "_") in found
     other = json.loads(file.read_text())
-    file.write_text(json.dumps(other | {"models": other["models"] | {"backend": "vllm"}}))
+    other["calibrations"][0]["models"]["backend"] = "vllm"
+    file.write_text(json.dumps(other))
     assert "made with another backend (vllm)" in error_of(capsys, *bench, *cuts, "--risk", "0.5")
     assert "this engine has no calibration: run" in error_of(capsys, "bench", *problems, "--risk", "0.5", *models)
 

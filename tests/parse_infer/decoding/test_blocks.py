@@ -395,7 +395,7 @@ def test_pauses_do_not_change_a_lossless_answer(make_block_engine, pausing):
 def test_an_answer_with_a_promise_has_no_pauses(engine, pausing):
     """Its calibration replays answers without them."""
     models, tried = engine.describe(), [Point(OperatingPoint(0.3), 1.0, 0.02, 2.0, 0.1)]
-    engine.calibration = Calibration("t", 300, "x", "lost", 0.9, N, models, tried, {0.05: 0})
+    engine.calibrations = [Calibration("t", 300, "x", "lost", 0.9, N, models, tried, {0.05: 0})]
     settings, (promised, steady, paused) = {"max_new_tokens": N}, ({"risk": 0.05}, {"adaptive": False}, {})
     with Replay(engine) as replay:
         calibrated = replay.answer(PROMPT, GenerationSettings(N, 0.3)).token_ids
@@ -423,7 +423,7 @@ def test_a_promise_for_models_with_other_tokens_is_about_what_is_served(make_blo
                 for _ in range(2):  # again from the memory
                     assert replay.answer(PROMPT, settings).token_ids == served
     tried = [Point(OperatingPoint(0.3), 1.0, 0.02, 2.0, 0.1)]
-    mixed.calibration = Calibration("t", 300, "x", "lost", 0.9, N, mixed.describe(), tried, {0.05: 0})
+    mixed.calibrations = [Calibration("t", 300, "x", "lost", 0.9, N, mixed.describe(), tried, {0.05: 0})]
     with pytest.raises(ValueError, match=r"promises a risk of 0\.05 with block_tokens auto.* different tokens"):
         mixed.generate(PROMPT, max_new_tokens=N, risk=0.05)
 

@@ -209,7 +209,7 @@ def calibrated(engine: ParseEngine, disagreement: float = 0.1) -> Calibration:
 def test_a_request_may_ask_for_a_promise(make_engine):
     engine = make_engine()
     promised = calibrated(engine)
-    with running(ThreadRunner(make_engine(calibration=promised)), engine) as server:
+    with running(ThreadRunner(make_engine(calibrations=[promised])), engine) as server:
         for risk, own in ((0.01, {"threshold": 1.01, "block_tokens": 8}), (0.05, {"threshold": 0.0})):
             text = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
             answer = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": risk}).json()
@@ -223,25 +223,70 @@ def test_a_promise_about_samples_covers_requests_with_its_sampling(make_engine):
     engine = make_engine()
     promised = replace(calibrated(engine), sampling=Sampling(0.9, top_k=40), samples=2)
     options = {"max_tokens": 24, "seed": 4}
-    with running(ThreadRunner(make_engine(calibration=promised)), engine) as server:
+    with running(ThreadRunner(make_engine(calibrations=[promised])), engine) as server:
         own = server.chat(PROMPTS[1], **options, temperature=0.9, top_k=40, parse={"risk": 0.05}).json()
         bare = server.chat(PROMPTS[1], **options, parse={"risk": 0.05}).json()
         texts = [answer["choices"][0]["message"]["content"] for answer in (own, bare)]
         assert texts[0] == texts[1] and bare["choices"][0]["parse"]["risk"] == 0.05
         other = server.chat(PROMPTS[1], **options, temperature=0.5, top_k=40, parse={"risk": 0.05})
-        assert other.status_code == 400 and "covers temperature 0.9, top_k 40 only" in other.json()["error"]["message"]
+        assert other.status_code == 400
+        assert other.json()["error"]["message"].endswith("there are promises for temperature 0.9, top_k 40")
+
+
+@pytest.mark.slow
+def test_a_server_with_two_calibrations_promises_by_the_sampling_of_a_request(make_engine):
+    """Greedy requests keep whole drafts here, and sampled ones nothing."""
+    engine = make_engine()
+    greedy, warm = calibrated(engine), Sampling(0.9, top_k=40)
+    sampled = replace(greedy, sampling=warm, samples=2, loss="accuracy", promises={0.05: 0})
+    body = {"max_tokens": 24, "seed": 4}
+
+    def said(answer) -> tuple[str, float | None, str]:
+        (choice,) = answer.json()["choices"]
+        return choice["message"]["content"], choice["parse"]["risk"], choice["parse"]["unpromised"] or ""
+
+    kept = engine.generate(PROMPTS[1], max_new_tokens=24, threshold=0.0).text
+    own = {"threshold": 1.01, "block_tokens": 8, "resume_sampling": replace(warm, seed=4)}
+    drawn = engine.generate(PROMPTS[1], max_new_tokens=24, **own).text
+    runner = ThreadRunner(make_engine(calibrations=[greedy, sampled]))
+    with running(runner, engine, risk_settings=RiskSettings(0.05, audit=1.0)) as server:
+        for asked in ({}, {"parse": {"risk": 0.05}}):
+            assert said(server.chat(PROMPTS[1], **body, **asked)) == (kept, 0.05, "")
+            assert said(server.chat(PROMPTS[1], **body, **asked, temperature=0.9, top_k=40)) == (drawn, 0.05, "")
+        completed = server.chat(PROMPTS[1], **body, temperature=0.9, parse={"risk": 0.05})
+        assert said(completed) == (drawn, 0.05, ""), "the promise at this temperature has the rest of the sampling"
+        assert said(server.chat(PROMPTS[1], **body, parse={"risk": 0.01}))[1] == 0.01
+        reason = "no promise for temperature 0.6; there are promises for greedy answers and temperature 0.9, top_k 40"
+        unpromised = said(server.chat(PROMPTS[1], **body, temperature=0.6))
+        assert unpromised[1:] == (None, f"risk is 0.05, but there is {reason}")
+        for temperature, risk, message in ((0.6, 0.05, reason), (0.9, 0.01, "the nearest promise is 0.05")):
+            refused = server.chat(PROMPTS[1], **body, temperature=temperature, parse={"risk": risk})
+            assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+        end = time.monotonic() + 10
+        while not all(f'sampling="{each.sampling}"' in server.metrics for each in (greedy, sampled)):
+            assert time.monotonic() < end, "an audit compares the answers of each sampling with its own rate"
+            server.chat(PROMPTS[1], **body, temperature=0.9, top_k=40)
+
+
+def test_a_promised_sampling_is_the_servers_own_if_it_can_be(make_engine):
+    engine = make_engine()
+    greedy = calibrated(engine)
+    sampled = replace(greedy, sampling=Sampling(0.9, top_k=40), samples=2)
+    with running(ThreadRunner(make_engine(calibrations=[sampled, greedy])), engine) as server:
+        own = server.chat(PROMPTS[1], max_tokens=24, parse={"risk": 0.05}).json()["choices"][0]
+        assert own["message"]["content"] == engine.generate(PROMPTS[1], max_new_tokens=24, threshold=0.0).text
 
 
 def test_any_error_of_the_check_reaches_the_caller(make_engine, monkeypatch):
     runner = ThreadRunner(make_engine())
-    monkeypatch.setattr(ParseEngine, "check_calibration", lambda self: 1 / 0)
+    monkeypatch.setattr(ParseEngine, "check_calibrations", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        runner.check_calibration()
+        runner.check_calibrations()
     runner.close()
 
 
 def audited(metrics: str) -> Counter[str]:
-    found = re.findall(r'^parse_audited_total\{result="(\w+)",risk="0.05"\} (\d+)', metrics, re.MULTILINE)
+    found = re.findall(r'^parse_audited_total\{result="(\w+)",risk="0.05",.*\} (\d+)', metrics, re.MULTILINE)
     return Counter({result: int(count) for result, count in found})
 
 
@@ -251,7 +296,7 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
     engine = make_engine()
     differing, risk_settings = 0, RiskSettings(0.05, audit=1.0)
     with running(
-        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, risk_settings=risk_settings
+        ThreadRunner(make_engine(calibrations=[calibrated(engine)])), engine, risk_settings=risk_settings
     ) as server:
         for i in range(6):
             prompt = f"{PROMPTS[i % 3]} {i}"
@@ -264,7 +309,7 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
             while (counts := audited(server.metrics))["same"] + counts["differs"] <= i:
                 assert time.monotonic() < end, counts
         assert counts["differs"] == differing >= 3
-        assert 'parse_promise_implausible{risk="0.05"} 1.0' in server.metrics
+        assert 'parse_promise_implausible{risk="0.05",sampling="greedy answers"} 1.0' in server.metrics
         own = server.chat(PROMPTS[0], max_tokens=24, parse={"risk": 0.01}).json()["choices"][0]["parse"]
         assert own["risk"] == 0.01, "a request may ask for another promise"
         parts = {"threshold": 0.5}, {"mode": "target"}, {"draft_text": "4"}
@@ -277,7 +322,7 @@ def test_a_server_promises_what_its_calibration_covers_and_watches_it(make_engin
 
 @pytest.mark.slow
 def test_an_audit_ends_after_the_time_of_a_request(make_engine, monkeypatch, capfd):
-    runner = ThreadRunner(make_engine(calibration=calibrated(make_engine())))
+    runner = ThreadRunner(make_engine(calibrations=[calibrated(make_engine())]))
     stream = runner.stream
 
     async def stuck(job: Job) -> AsyncGenerator[Moment, None]:
@@ -315,19 +360,19 @@ def test_an_audit_is_no_answer_in_progress(make_engine):
 def test_the_rate_that_is_audited_is_the_one_that_was_calibrated(make_engine):
     """Answers with an unusual draft were calibrated, those of other fallbacks were not."""
     engine = make_engine()
-    runner = ThreadRunner(make_engine(calibration=calibrated(engine)))
+    runner = ThreadRunner(make_engine(calibrations=[calibrated(engine)]))
     audit = Audit(runner, Metrics(), RiskSettings(audit=1.0), limit_s=60)
     own = engine.generate_target(PROMPTS[0], max_new_tokens=24)
 
     async def audited(fallback: Fallback | None) -> bool:
-        before = audit._tests[0.05].observations
+        before = audit._tests["greedy answers", "0.05"].observations
         choice = ChoiceState(0, Job(PROMPTS[0], GenerationSettings(24, risk=0.05)), 1, 0.0)
         choice.generation = replace(own, fallback=fallback)
         audit.consider(choice)
         if audit._task is not None:
             await audit._task
             audit._task = None
-        return audit._tests[0.05].observations > before
+        return audit._tests["greedy answers", "0.05"].observations > before
 
     kinds = (None, *get_args(Fallback))
     assert [kind for kind in kinds if asyncio.run(audited(kind))] == [None, "unusual_draft"]
@@ -375,7 +420,7 @@ def test_a_promise_for_other_models_is_refused_at_the_start(make_engine):
     engine = make_engine()
     other = calibrated(engine)
     other = replace(other, models={**other.models, "dtype": "bfloat16"})
-    runner = ThreadRunner(make_engine(calibration=other))
+    runner = ThreadRunner(make_engine(calibrations=[other]))
     try:
         for risk_settings in (RiskSettings(0.05), RiskSettings(audit=0.5)):
             with pytest.raises(ValueError, match="made with another dtype"):

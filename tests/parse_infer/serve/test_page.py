@@ -62,7 +62,7 @@ def test_the_script_calls_existing_routes(served):
 def test_the_card_has_the_servers_risk(make_engine):
     """Which chooses another threshold than the one beside it."""
     engine = make_engine()
-    runner = ThreadRunner(make_engine(calibration=calibrated(engine)))
+    runner = ThreadRunner(make_engine(calibrations=[calibrated(engine)]))
     with running(runner, engine, risk_settings=RiskSettings(0.05)) as server:
         card = httpx.get(server.url + "/v1/models").json()["data"][0]
     assert card["parse"] == {"threshold": engine.threshold, "risk": 0.05}

@@ -191,7 +191,7 @@ def test_continuous_usage_comes_with_each_chunk(served):
 def test_a_request_without_a_promise_gets_a_warning(make_engine):
     engine = make_engine()
     with running(
-        ThreadRunner(make_engine(calibration=calibrated(engine))), engine, risk_settings=RiskSettings(0.05)
+        ThreadRunner(make_engine(calibrations=[calibrated(engine)])), engine, risk_settings=RiskSettings(0.05)
     ) as server:
         covered = server.chat(max_tokens=24)
         assert covered.json()["choices"][0]["parse"]["risk"] == 0.05 and "x-parse-warning" not in covered.headers

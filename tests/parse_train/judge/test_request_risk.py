@@ -11,8 +11,8 @@ import pytest
 
 from data_tools.tasks.registry import load_task
 from parse_infer import tracking
+from parse_infer.calibration.calibration_file import FILE, load_calibrations
 from parse_infer.calibration.held_out import prompt_hash
-from parse_infer.calibration.schema import FILE, Calibration
 from parse_infer.errors import ParseError
 from parse_infer.models.names import collection_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
@@ -59,7 +59,7 @@ def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, t
     calibrate_requests(config, info)
     tracking.finish()
     out = capsys.readouterr().out
-    found = Calibration.load(tmp_path / "out" / "adapter" / FILE)
+    (found,) = load_calibrations(tmp_path / "out" / "adapter" / FILE)
     assert found.n_problems == 6 and set(found.promises) == {0.4, 0.5} and found.max_new_tokens == 200
     assert "at most 50.00% of requests lost, 90% confidence: " in out
     assert found.tried[0].losses == 0 and found.tried[0].speedup > 1, "accepting nothing is lossless speculation"
