@@ -35,7 +35,8 @@ class LmEval:
         if not self.lm_eval_task:
             raise ParseError("task lm_eval needs the option lm_eval_task: a generative task of lm-eval, such as gsm8k")
         files = [f"{self.lm_eval_task}:{split}={path}" for split, path in self.data.items()]
-        self._loaded = load_tasks([self.lm_eval_task], read_data(files, [self.lm_eval_task]), num_fewshot=0)
+        data = read_data(files, [self.lm_eval_task])
+        self._loaded = load_tasks([self.lm_eval_task], data, num_fewshot=0, replaces_sampling=True)
         self._task, *others = self._loaded.tasks.values()
         if others:
             names = ", ".join(self._loaded.tasks)

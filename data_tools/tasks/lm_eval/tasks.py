@@ -86,6 +86,7 @@ def load_tasks(
     data: Mapping[str, Files] | None = None,
     *,
     num_fewshot: int | None = None,
+    replaces_sampling: bool = False,
     confirm_run_unsafe_code: bool = False,
 ) -> Tasks:
     """Load tasks by lm-eval's names, those of `GENERATIVE`, or "mt_bench".
@@ -93,11 +94,12 @@ def load_tasks(
     Args:
         data: local files instead of the dataset on the Hugging Face Hub.
         num_fewshot: examples in each prompt; None: the task's own number. Zero-shot tasks stay zero-shot.
+        replaces_sampling: the caller has a sampling of its own for all tasks; False: tasks that sample are refused.
         confirm_run_unsafe_code: lm-eval's opt-in for tasks that execute code of the models.
 
     Raises:
         ValueError: no task, an unknown or repeated task, or a task whose data cannot be loaded. Also a task that does
-            not generate, that samples, or that executes code without the opt-in.
+            not generate, that samples without `replaces_sampling`, or that executes code without the opt-in.
     """
     if not names:
         raise ParseError("--tasks is empty: give for example --tasks gsm8k,minerva_math")
@@ -105,7 +107,7 @@ def load_tasks(
     for name in dict.fromkeys(names):
         members = configs(name)
         for config in members:
-            _check_answerable(name, config, confirm_run_unsafe_code)
+            _check_answerable(name, config, replaces_sampling, confirm_run_unsafe_code)
         specs[name] = (
             _from_files(name, members, data[name], num_fewshot) if name in data else GENERATIVE.get(name, name)
         )
@@ -172,8 +174,10 @@ def _manager() -> TaskManager:
     return TaskManager(include_path=OWN_TASKS)  # reads some ten thousand files
 
 
-def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_code: bool) -> None:
-    """Raise ValueError unless greedy answers suffice for the task."""
+def _check_answerable(
+    name: str, config: Mapping[str, Any], replaces_sampling: bool, confirm_run_unsafe_code: bool
+) -> None:
+    """Raise ValueError unless the command's answers suffice for the task."""
     task = config["task"]
     what = f"task {name!r}" if task == name else f"task {task!r}, part of {name!r},"
     kind = config.get("output_type", "generate_until")
@@ -184,9 +188,9 @@ def _check_answerable(name: str, config: Mapping[str, Any], confirm_run_unsafe_c
         )
     generation = config.get("generation_kwargs") or {}
     temperature = float(generation.get("temperature", 1.0 if generation.get("do_sample") else 0.0))
-    if generation.get("do_sample") is not False and temperature > 0:
+    if not replaces_sampling and generation.get("do_sample") is not False and temperature > 0:
         raise ParseError(
-            f"{what} samples its answers (temperature {temperature:g}), but this command compares greedy answers"
+            f"{what} samples its answers: give --temperature {temperature:g}, or --temperature 0 for greedy answers"
         )
     if not config.get("unsafe_code"):
         return

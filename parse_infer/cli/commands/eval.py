@@ -12,6 +12,7 @@ from parse_infer.cli import options
 from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
 from parse_infer.cli.setting_options import number_or_choice, option_of
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 
 @with_models(**LOCAL_ONLY)
@@ -43,6 +44,16 @@ def evaluate(
         ),
     ] = None,
     block_tokens: Annotated[str, option_of("block_tokens")] = "auto",
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Of both modes and all tasks, in the place of a task's own sampling; 0: greedy. Default: greedy, and "
+            "tasks that sample are refused.",
+        ),
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="With --temperature, see generate.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="With --temperature, see generate.")] = 0,
     risk: options.MeasuredRisk = None,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
@@ -65,6 +76,7 @@ def evaluate(
     Examples:
       parse-infer eval --tasks gsm8k --num-fewshot 0 --limit 100
       parse-infer eval --tasks gsm8k --data gsm8k=test.jsonl --num-fewshot 0
+      parse-infer eval --tasks gsm8k --num-fewshot 0 --temperature 0.7 --top-p 0.8 --out runs/sampled
       parse-infer eval --tasks mt_bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/judge/adapter \\
           --template-option enable_thinking=false
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
@@ -74,7 +86,12 @@ def evaluate(
     from parse_infer.evaluation.lm_eval.run import EvalSettings, eval_table, run_eval
 
     # The tasks set the budgets, whatever the calibration's was.
-    parse = GenerationSettings(sys.maxsize, models.threshold, block_tokens=number_or_choice(block_tokens))
+    parse = GenerationSettings(
+        sys.maxsize,
+        models.threshold,
+        block_tokens=number_or_choice(block_tokens),
+        resume_sampling=Sampling(temperature or 0.0, top_p, top_k),
+    )
     parse = models.with_promise(parse, risk)
     settings = EvalSettings(
         limit=limit,
@@ -84,7 +101,11 @@ def evaluate(
         parse=parse,
     )
     loaded = load_tasks(
-        names, read_data(data or (), names), num_fewshot=num_fewshot, confirm_run_unsafe_code=confirm_run_unsafe_code
+        names,
+        read_data(data or (), names),
+        num_fewshot=num_fewshot,
+        replaces_sampling=temperature is not None,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
     engine = models.load(promised=risk is not None)
     results = run_eval(engine, loaded, out, settings)

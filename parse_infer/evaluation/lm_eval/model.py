@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -21,6 +22,7 @@ from parse_infer.evaluation.modes import Mode, timed
 from parse_infer.evaluation.records import AnswerFigures
 from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import seed_of
 from parse_infer.text.prompts import Prompt, Verbatim
 
 MODES = ("target", "parse")
@@ -31,7 +33,7 @@ class EvalRecord(AnswerFigures):
     """One answer of one mode. `text` is lm-eval's, without the final stop string."""
 
     request: str
-    """Digest of task, problem, prompt, stop strings and token limit."""
+    """Digest of task, problem, prompt, stop strings and token limit, and of the number of the sample."""
     mode: str
     task: str
     problem: int
@@ -58,7 +60,8 @@ class ParseLM(LM):
 
     Args:
         store: store of answers.
-        settings: settings of PARSE; the tasks set `max_new_tokens` and `stop`.
+        settings: settings of PARSE; the tasks set `max_new_tokens` and `stop`. If the target samples, each request has
+            a seed of its own, the same in both modes.
         max_new_tokens: overrides the tasks' own limit.
         console: console of the progress bar.
 
@@ -89,7 +92,11 @@ class ParseLM(LM):
 
         Raises ValueError for a prompt beyond a model's context window, before it answers any prompt.
         """
-        requested = [self._read(instance) for instance in requests]
+        repeats: Counter[int] = Counter()
+        requested = []
+        for instance in requests:  # lm-eval repeats an instance for each further sample that a task wants
+            requested.append(self._read(instance, repeats[id(instance)]))
+            repeats[id(instance)] += 1
         self.requested = {}
         for each in requested:
             self.requested.setdefault(each.task, []).append(each.digest)
@@ -121,7 +128,7 @@ class ParseLM(LM):
     def tokenizer_name(self) -> str:
         return self._engine.target.name
 
-    def _read(self, instance: Instance) -> _Request:
+    def _read(self, instance: Instance, repeat: int) -> _Request:
         context, options = instance.args[:2]
         options = normalize_gen_kwargs(options)
         settings = self._settings.override(
@@ -131,6 +138,10 @@ class ParseLM(LM):
         task, problem = str(instance.task_name), int(instance.doc_id or 0)
         prompt = json.loads(context[len(_CHAT) :]) if context.startswith(_CHAT) else Verbatim(context)
         identity = [task, problem, instance.idx, context, settings.stop, settings.max_new_tokens]
+        sampling = settings.resume_sampling
+        if not sampling.greedy:
+            identity.append(repeat)
+            settings = settings.override(resume_sampling=replace(sampling, seed=seed_of(*identity)))
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         return _Request(task, problem, prompt, settings, digest)
 

@@ -32,6 +32,7 @@ from parse_infer.files import write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.acceptance import describe_threshold
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 
 HEADER = ("task, problems", "metric", "target", "PARSE", "difference", "tokens/s", "speed-up", "accepted, %")
 AGREES = "same text"  # share of answers identical to the target's, for tasks without metrics
@@ -54,7 +55,7 @@ class EvalSettings:
     apply_chat_template: bool | None = None
     """Whether prompts are chat messages; None: if the target has a chat template."""
     parse: GenerationSettings = field(default_factory=GenerationSettings)
-    """Settings of PARSE; the tasks set `max_new_tokens` and `stop`."""
+    """Settings of PARSE; the tasks set `max_new_tokens` and `stop`. The target alone has their `resume_sampling`."""
     confirm_run_unsafe_code: bool = False
     seed: int = 0
     """Seed of the bootstrap."""
@@ -63,6 +64,8 @@ class EvalSettings:
         self.generation()  # validates
         if self.limit is not None and self.limit < 1:
             raise ParseError(f"limit is {self.limit}; it must be at least 1")
+        if (seed := self.parse.resume_sampling.seed) is not None:
+            raise ParseError(f"the seed of the sampling is {seed}: an evaluation seeds each answer itself")
 
     def generation(self) -> GenerationSettings:
         return self.parse.override(max_new_tokens=self.max_new_tokens or 256)
@@ -146,7 +149,7 @@ def _figures(row: ResultRow, evaluations: Mapping[str, Any], answers: Mapping[st
     target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
     return {
         "lm_eval_task": row.result,
-        "n": len(parse),
+        "n": len({(record.task, record.problem) for record in parse}),
         "metrics": _metrics(row, evaluations, seed),
         "same_text": float(np.mean([t.text == p.text for t, p in zip(target, parse, strict=True)])),
         "speed": {"target": costs(target), "parse": costs(parse)},
@@ -237,7 +240,7 @@ def eval_markdown(results: dict[str, Any]) -> str:
         f"`{environment['command']}`, {environment['date']}: {models}, "
         f"threshold {describe_threshold(environment['threshold'])}, "
         f"block tokens {environment['block_tokens']}, token drafter of the target: "
-        f"{_proposer(environment['target_drafter'])}; "
+        f"{_proposer(environment['target_drafter'])}, {Sampling(**environment['settings']['resume_sampling'])}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",
         *markdown_table(HEADER, eval_rows(results)),

@@ -10,6 +10,7 @@ import pytest
 
 from parse_infer.cli.app import main
 from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.text.prompts import Verbatim
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
@@ -111,6 +112,45 @@ def test_an_evaluation_resumes_where_it_stopped(make_engine, apples, tmp_path):
         run_eval(guided, loaded, tmp_path / "out", PLAIN)
 
 
+@pytest.mark.slow
+def test_sampled_answers_have_the_same_random_numbers_in_both_modes(make_engine, apples, tmp_path):
+    """So where nothing of a draft is accepted, PARSE writes what the target alone writes."""
+    engine, own = make_engine(), {"until": [], "max_gen_toks": 24, "do_sample": True, "temperature": 0.2}
+    with pytest.raises(ValueError, match=r"task 'apples' samples its answers: give --temperature 0\.2, or"):
+        apples([""] * 5, generation_kwargs=own)
+    loaded = load_tasks(["apples"], replaces_sampling=True)
+    settings = replace(PLAIN, parse=GenerationSettings(threshold=1.1, resume_sampling=Sampling(1.0, top_p=0.9)))
+    results = run_eval(engine, loaded, tmp_path / "out", settings)
+    assert results["tasks"]["apples"]["same_text"] == 1
+    assert "temperature 1, top_p 0.9;" in (tmp_path / "out" / "results.md").read_text()
+    texts = texts_of(tmp_path / "out")
+    assert len(set(texts)) == 5 and texts != answered(engine)["target"]
+    judged = replace(PLAIN, parse=settings.parse.override(threshold=0.0))
+    assert run_eval(engine, loaded, tmp_path / "judged", judged)["tasks"]["apples"]["same_text"] < 1
+    assert texts_of(tmp_path / "judged") == texts, "each run has the same random numbers"
+    with pytest.raises(ValueError, match="holds a measurement with settings"):
+        run_eval(engine, loaded, tmp_path / "out", replace(PLAIN, parse=GenerationSettings(threshold=1.1)))
+    with pytest.raises(ValueError, match="the seed of the sampling is 3: an evaluation seeds each answer itself"):
+        replace(PLAIN, parse=GenerationSettings(resume_sampling=Sampling(1.0, seed=3)))
+
+
+def texts_of(folder: Path, mode: str = "target") -> list[str]:
+    """The texts of a mode, by problem."""
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [r["text"] for r in sorted(records, key=lambda r: r["problem"]) if r["mode"] == mode]
+
+
+@pytest.mark.slow
+def test_a_task_that_repeats_its_problems_gets_other_samples(make_engine, apples, tmp_path):
+    loaded = apples([""] * 5, repeats=3)
+    sampled = EvalSettings(2, 8, False, GenerationSettings(resume_sampling=Sampling(1.0)))
+    results = run_eval(make_engine(), loaded, tmp_path / "out", sampled)
+    texts = texts_of(tmp_path / "out")
+    assert len(texts) == len(set(texts)) == 6 and results["tasks"]["apples"]["n"] == 2
+    run_eval(make_engine(), loaded, tmp_path / "greedy", EvalSettings(2, 8, False))
+    assert len(texts_of(tmp_path / "greedy")) == 2, "greedy answers are the same"
+
+
 def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_path):
     engine = make_engine(threshold=0.3)
     own = answered(engine)
@@ -208,7 +248,10 @@ def error(capsys, tmp_path, monkeypatch):
         (["--tasks", "gsm8"], "unknown task 'gsm8'; did you mean 'gsm8k'?"),
         (["--tasks", ","], "--tasks is empty"),
         (["--tasks", "arc_easy"], "task 'arc_easy' is scored by log-likelihoods (multiple_choice)"),
-        (["--tasks", "humaneval_64"], "samples its answers (temperature 0.2)"),
+        (["--tasks", "humaneval_64"], "samples its answers: give --temperature 0.2, or --temperature 0 for"),
+        (["--tasks", "gsm8k", "--temperature", "0.7", "--top-p", "2"], "top_p must be a number above 0 and at most 1"),
+        (["--tasks", "gsm8k", "--temperature", "0.7", "--risk", "0.02"], "there is no promise for temperature 0.7; "),
+        (["--tasks", "humaneval_64", "--temperature", "0.7"], "give --confirm-run-unsafe-code"),
         (["--tasks", "humaneval_plus"], "give --confirm-run-unsafe-code"),
         (["--tasks", "mbpp_plus", "--confirm-run-unsafe-code"], "HF_ALLOW_CODE_EVAL=1"),
         (["--tasks", "gsm8k", "--block-tokens", "never"], "block_tokens is 'never'"),
