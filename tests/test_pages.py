@@ -178,7 +178,7 @@ def test_links_lead_somewhere(folder: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
 
 def test_the_page_on_the_structure_lists_every_module_once() -> None:

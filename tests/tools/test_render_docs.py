@@ -215,6 +215,31 @@ def test_a_calibration_in_halves_has_a_table_and_a_figure(root):
     assert update(root) == []
 
 
+def test_a_comparison_of_rules_has_a_table_and_a_figure(root):
+    lossless = {"threshold": 2.0, "block_tokens": "auto", "lost": 0.0, "lost_ci": [0.0, 0.0], "speed": 1.0}
+    lossless |= {"speed_ci": [1.0, 1.0], "speedup": 2.5, "speedup_ci": [2.4, 2.6]}
+    rule = {"options": {"task": "sums", "split": "validation", "seed": 3, "label": "a rule"}, "problems": 40}
+    rule |= {
+        "timed": 9,
+        "loss": "lost",
+        "promises": {"0.05": 1, "0.01": None},
+        "machine": {"cpu": "Some CPU", "threads": 1},
+    }
+    rule |= {"models": {"dtype": "float32"}, "points": [lossless, lossless | {"threshold": 0.5, "speed": 1.4}]}
+    made = {"command": "python -m tools.comparison comparison/pair", "date": "2026-01-02T03:04:05+00:00"}
+    write_results(root / "docs" / "results" / "rules.json", {"environment": made, "rules": {"rule": rule}})
+    (root / "README.md").write_text(
+        "<!-- results: docs/results/rules.json table=rules -->\n<!-- end -->\n"
+        "<!-- figure: docs/results/rules.json docs/rules.png -->\n"
+    )
+    assert update(root) == ["README.md", "docs/rules.png", "docs/page.md"]
+    text = (root / "README.md").read_text()
+    assert "| a rule | 5 | 0.5 | auto | 0.0 [0.0, 0.0] | 1.40× [1.00, 1.00] | 2.50× [2.40, 2.60] |" in text
+    assert "sums, validation split, seed 3; Some CPU, 1 thread, float32; `python -m tools.comparison" in text
+    assert (root / "docs" / "rules.png").read_bytes()[:4] == b"\x89PNG"
+    assert update(root) == []
+
+
 def test_a_missing_folder_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "gone"), "--check"]) == 2
     assert "there is no folder" in capsys.readouterr().err
