@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, ErrorBody
 from parse_infer.serve.handlers import RequestHandler
+from parse_infer.serve.large_bodies import ReadingRoute
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.middleware import RequestMiddleware
 from parse_infer.serve.page import page_file
@@ -99,8 +101,8 @@ def create_app(
         metrics.watch(name, text, value, "livemin")
     metrics.watch("parse_retry_after_seconds", "Retry-After of a full queue.", queue.retry_after, "livemax")
 
-    if runner.relays:
-        app.router.route_class = passing_route(handler.relay)
+    app.state.reading = asyncio.Lock()
+    app.router.route_class = passing_route(handler.relay) if runner.relays else ReadingRoute
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_streams(ChatCompletion))
     async def chat(body: ChatBody) -> Response:

@@ -6,18 +6,16 @@ Routes that PARSE does not have are the target's too: `OTHER` below `/v1`, witho
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
@@ -26,6 +24,7 @@ from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unsupported_field
 from parse_infer.serve.event_stream import api_errors
+from parse_infer.serve.large_bodies import Handler, ReadingRoute
 from parse_infer.serve.logs import request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.response import LAST_WRITE_S, event_line
@@ -90,12 +89,12 @@ class Unknown(Exception):
         super().__init__(f"unknown field: {name}")
 
 
-def passing_route(relay: Callable[[PassedRequest], Response]) -> type[APIRoute]:
+def passing_route(relay: Callable[[PassedRequest], Response]) -> type[ReadingRoute]:
     """Return a kind of route that relays each request with a field that is not supported, or not known, here."""
 
-    class PassingRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            own = super().get_route_handler()
+    class PassingRoute(ReadingRoute):
+        def handler(self) -> Handler:
+            own = super().handler()
 
             async def handle(request: Request) -> Response:
                 try:
@@ -125,7 +124,7 @@ async def other_request(request: Request) -> PassedRequest:
     if "json" not in request.headers.get("content-type", "application/json"):
         return await PassedRequest.of(request, None, "path")
     try:
-        fields = json.loads(await request.body())
+        fields = await request.json()
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):

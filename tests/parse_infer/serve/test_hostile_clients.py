@@ -94,7 +94,7 @@ class Server:
         return int(found[1])
 
     @contextmanager
-    def watched(self, health_s: float = HEALTH_S) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Ask for /health all through the block, and check after it that nothing failed."""
         control = subprocess.Popen([sys.executable, "-c", CONTROL], stdout=subprocess.PIPE, text=True)
         assert control.stdout is not None
@@ -111,10 +111,10 @@ class Server:
             control.kill()
         print(f"{dict(self.statuses)}; /health {1000 * health:.0f} ms, the machine {1000 * machine:.0f} ms", end="; ")
         assert not [status for status in self.statuses if status >= 500], self.statuses
-        assert not FULL or health - machine < health_s
+        assert not FULL or health - machine < HEALTH_S
 
-    def all(self, requests: Callable[[int], bytes], n: int, health_s: float = HEALTH_S) -> None:
-        with self.watched(health_s), ThreadPoolExecutor(8) as pool:
+    def all(self, requests: Callable[[int], bytes], n: int) -> None:
+        with self.watched(), ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda i: self.send(requests(i)), range(n // 5)))
             before = self.memory
             list(pool.map(lambda i: self.send(requests(i)), range(n // 5, n)))
@@ -182,7 +182,7 @@ def at_the_limit(i: int) -> bytes:
 
 @pytest.mark.slow
 def test_the_largest_bodies(server):
-    server.all(at_the_limit, max(20, N // 100), health_s=1.0)  # reading megabytes of JSON stops the event loop
+    server.all(at_the_limit, max(20, N // 100))
     assert server.statuses[413] and server.statuses[400] and server.statuses[200], server.statuses
 
 
