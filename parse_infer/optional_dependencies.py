@@ -24,7 +24,7 @@ EXTRAS = {
     "fastapi": "serve",
     "prometheus_client": "serve",
     "pydantic": "serve",
-    "pydantic_core": "serve",
+    "pydantic_core": "vllm-client",
     "starlette": "serve",
     "uvicorn": "serve",
     "opentelemetry": "otel",

@@ -125,9 +125,11 @@ class BlockLength:
 
     Attributes:
         pause: tokens that the target writes alone before the next block; 0 while drafts pay.
+        costs: the costs measured so far; None before the first block.
     """
 
     pause: int = 0
+    costs: Costs | None = None
     _survival: list[_Share] = field(default_factory=lambda: [_Share(_PRIOR * s, _PRIOR) for s in _prior()])
     _rejected: float = _USUAL
     _expected: float = _USUAL
@@ -136,14 +138,6 @@ class BlockLength:
     _pace: DecayedRate = field(default_factory=DecayedRate)
     _alone: DecayedRate = field(default_factory=DecayedRate)
     _last_pause: int = 0
-
-    @property
-    def costs(self) -> Costs | None:
-        """The costs measured so far; None before the first block."""
-        if not self._reads.weight or not self._draft.tokens:
-            return None
-        forward_s, read_s = self._reads.fit()
-        return Costs(self._draft.rate, forward_s, read_s)
 
     @property
     def longest(self) -> int:
@@ -211,8 +205,7 @@ class BlockLength:
             self._survival[bisect_right(EDGES, confidences[accepted])].note(False)
         self._draft.note(draft_s, len(confidences), _READS)
         self._reads.note(read, read_s)
-        costs = self.costs
-        assert costs is not None
+        self.costs = costs = Costs(self._draft.rate, *self._reads.fit())
         # A long prompt is not part of the pace.
         gained = accepted + (rejected if added is None else added)
         self._pace.note(draft_s + costs.forward_s + costs.read_s * len(confidences), gained, _PACES)

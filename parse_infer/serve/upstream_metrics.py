@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -70,19 +71,20 @@ class UpstreamMetrics:
 
 class _Observer(PoolObserver):
     def __init__(self, metrics: UpstreamMetrics, role: str) -> None:
-        self._metrics, self._role = metrics, role
+        self._metrics = metrics
+        self._server = cache(lambda url: (role, _without_credentials(url)))
 
     def ended(self, url: str, outcome: str, seconds: float) -> None:
-        server = self._role, _without_credentials(url)
+        server = self._server(url)
         self._metrics.requests.labels(*server, outcome).inc()
         if outcome != "cancelled":
             self._metrics.request_s.labels(*server).observe(seconds)
 
     def retried(self, url: str) -> None:
-        self._metrics.retries.labels(self._role, _without_credentials(url)).inc()
+        self._metrics.retries.labels(*self._server(url)).inc()
 
     def ejected(self, url: str, reason: str) -> None:
-        self._metrics.ejections.labels(self._role, _without_credentials(url), reason).inc()
+        self._metrics.ejections.labels(*self._server(url), reason).inc()
 
 
 def _without_credentials(url: str) -> str:

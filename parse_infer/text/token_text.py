@@ -10,6 +10,7 @@ import codecs
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol, Self, cast
 from weakref import WeakKeyDictionary
@@ -75,26 +76,26 @@ class ByteText:
 
     pending = ""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, vocabulary: Vocabulary, held: bytes = b"") -> None:
+        self._vocabulary, self._held = vocabulary, held
 
     @property
     def complete(self) -> bool:
-        return not self._utf8.getstate()[0]
+        return not self._held
 
     def add(self, ids: Iterable[int]) -> str:
-        text, held = self._utf8.decode(b"".join(map(self._vocabulary.bytes_of, ids))), self._utf8.getstate()[0]
+        data = b"".join([self._held, *map(self._vocabulary.bytes_of, ids)])
+        text, n = codecs.utf_8_decode(data, "replace", False)
+        self._held = held = data[n:]
         # Python holds back the first half of a surrogate, which completes to no character.
         return text + self.flush() if held[:1] == b"\xed" and held[1:2] >= b"\xa0" else text
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
-    def fork(self) -> Self:
-        other = copy.copy(self)
-        other._utf8 = copy.copy(self._utf8)
-        return other
+    def fork(self) -> ByteText:
+        return ByteText(self._vocabulary, self._held)
 
 
 class PieceText:
@@ -195,6 +196,8 @@ class Vocabulary:
     Attributes:
         decoders: types of the decoder's steps.
         special_ids: tokens without text.
+        bytes_of: returns the bytes of a byte-level token.
+        byte_of: returns the byte that a token of a byte fallback stands for, or None.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -202,27 +205,20 @@ class Vocabulary:
         self.decoders = _step_types({} if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self._backend = backend
-        self._bytes: dict[int, bytes] = {}
-        self._single: dict[int, int | None] = {}
+        self.bytes_of, self.byte_of = cache(self._bytes_of), cache(self._byte_of)
 
     def visible(self, ids: Iterable[int]) -> Iterator[int]:
         """Leave out tokens without text: special tokens, and padding of the embeddings."""
         return (id for id in ids if id not in self.special_ids and self._token(id) is not None)
 
-    def bytes_of(self, id: int) -> bytes:
-        """Return the bytes of a byte-level token."""
-        if id not in self._bytes:
-            token = None if id in self.special_ids else self._token(id)
-            inside = token is not None and all(character in _BYTES for character in token)
-            # An added token may have characters outside the byte alphabet, such as a space.
-            self._bytes[id] = bytes(_BYTES[c] for c in token) if token and inside else (token or "").encode()
-        return self._bytes[id]
+    def _bytes_of(self, id: int) -> bytes:
+        token = None if id in self.special_ids else self._token(id)
+        inside = token is not None and all(character in _BYTES for character in token)
+        # An added token may have characters outside the byte alphabet, such as a space.
+        return bytes(_BYTES[c] for c in token) if token and inside else (token or "").encode()
 
-    def byte_of(self, id: int) -> int | None:
-        """Return the byte that a token of a byte fallback stands for, or None."""
-        if id not in self._single:
-            self._single[id] = _single_byte(self._token(id) or "") if "ByteFallback" in self.decoders else None
-        return self._single[id]
+    def _byte_of(self, id: int) -> int | None:
+        return _single_byte(self._token(id) or "") if "ByteFallback" in self.decoders else None
 
     def _token(self, id: int) -> str | None:
         return cast("str | None", self._backend.id_to_token(id))

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from pydantic_core import from_json, to_json
 
 from parse_infer.backends.pool.origin import origin_headers
 from parse_infer.backends.pool.response_head import ResponseHead
@@ -231,7 +232,7 @@ class _Response:
         headers: Mapping[str, str],
         key_hint: str,
     ) -> None:
-        data = json.dumps(body, separators=(",", ":")).encode() if isinstance(body, dict) else body
+        data = to_json(body) if isinstance(body, dict) else body
         self._passed, self._ours = isinstance(body, bytes), urlsplit(url).path.endswith(_ROUTES)
         own = {} if body is None else {"content-type": "application/json", **origin_headers()}
         self._request = session.request(method, url, data=data, headers=own | {**headers}, allow_redirects=False)
@@ -285,6 +286,8 @@ def _concerns_request(status: int, every_server_has_route: bool) -> bool:
 
 
 def _parsed(content: bytes, url: str) -> Any:
+    with suppress(ValueError):
+        return from_json(content)  # in a fraction of the time of `json`, which also reads half of a surrogate pair
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -418,26 +418,27 @@ class ReplicaPool:
                 self._health.end_waits(server)
 
     @asynccontextmanager
-    async def _waiting(self, server: Replica) -> AsyncIterator[None]:
-        """Wait for the server within the block; raise TransientServerError once a health check marks it unhealthy."""
+    async def _waiting(self, server: Replica, limit_s: float | None = None) -> AsyncIterator[None]:
+        """Wait for the server within the block. Raise TransientServerError after `limit_s`, or once a health check
+        marks the server unhealthy."""
+        wait = asyncio.timeout(limit_s)
+        end = wait.when()
+        server.waits.add(wait)
         try:
-            async with asyncio.timeout(None) as wait:
-                server.waits.add(wait)
-                try:
-                    yield
-                finally:
-                    server.waits.discard(wait)
+            async with wait:
+                yield
         except TimeoutError as error:
             if not wait.expired():
                 raise
-            raise TransientServerError(server.last_error) from error
+            if wait.when() != end:  # `HealthChecks.end_waits`
+                raise TransientServerError(server.last_error) from error
+            message = f"{server.url} sent nothing for {limit_s or 0:g} s"
+            raise TransientServerError(message, timed_out=True) from error
+        finally:
+            server.waits.discard(wait)
 
     async def _next(self, attempt: Attempt, pieces: AsyncGenerator[T, None], silence_s: float | None) -> T | None:
         """The next piece of a stream, or None at its end. Raises TransientServerError after `silence_s` of silence."""
         limit_s = attempt.limit_s(silence_s)
-        try:
-            async with asyncio.timeout(limit_s), self._waiting(attempt.server):
-                return await anext(pieces, None)
-        except TimeoutError as error:
-            message = f"{attempt.server.url} sent nothing for {limit_s or 0:g} s"
-            raise TransientServerError(message, timed_out=True) from error
+        async with self._waiting(attempt.server, limit_s):
+            return await anext(pieces, None)

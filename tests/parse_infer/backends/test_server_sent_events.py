@@ -98,6 +98,8 @@ def test_the_client_reads_such_a_stream():
     chunk = '{"choices": [{"delta": {"content": "ü"}}], "error": null}'
     stream = f": ping\r\n\r\nevent: message\r\nid: 7\r\ndata: {chunk}\r\n\r\ndata: [DONE]"
     assert read(stream.encode()) == [json.loads(chunk)]
+    half = '{"choices": [{"delta": {"content": "\\ud83d"}}]}'  # of a surrogate pair, where a server cuts a text
+    assert read(f"data: {half}\n\ndata: [DONE]\n\n".encode()) == [json.loads(half)]
 
 
 @pytest.mark.parametrize(
