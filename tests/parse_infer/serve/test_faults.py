@@ -331,7 +331,7 @@ def test_shutdown_waits_for_accepted_requests(make_engine):
         ThreadPoolExecutor(3) as pool,
     ):
         taken = [pool.submit(server.chat, max_tokens=200, parse={"mode": "target"}) for _ in range(3)]
-        while server.queue.answers < 3:
+        while server.queue.answers < 3 and not all(answer.done() for answer in taken):
             time.sleep(0.005)
         server.server.should_exit = True
         assert [answer.result().status_code for answer in taken] == [200, 200, 200]
