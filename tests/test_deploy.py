@@ -14,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+from parse_infer import __version__
 from parse_infer.backends.launch.vllm_process import CACHED_READS, STREAM_INTERVAL, arguments
 from parse_infer.cli.app import app
 from parse_infer.serve.middleware import OPEN
@@ -234,7 +235,7 @@ def test_images_are_those_of_the_dockerfile():
     for variables in ({}, EMBEDDED):
         for service in compose(variables).values():
             assert service["build"]["target"] in stages and (DEPLOY / service["build"]["context"]).resolve() == ROOT
-            assert service["image"] == f"parse-{service['build']['target']}:{PROJECT['version']}"
+            assert service["image"] == f"parse-{service['build']['target']}:{__version__}"
     images = {role: container["image"] for role, container in containers().items()}
     assert images == {role: service["image"] for role, service in compose({}).items()}
 

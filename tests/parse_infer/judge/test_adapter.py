@@ -66,7 +66,11 @@ def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
     assert not any(p.requires_grad for p in loaded.head.parameters())
     card = (folder / CARD).read_text()
     assert "auroc | 0.93" in card and "LlamaForCausalLM" in card
-    assert "library_name: peft\ntags: [parse-engine, lora]\n" in card and "and a second stream" in card
+    assert (
+        "library_name: peft\n" in card
+        and "- parse-engine\n- speculative-decoding\n- lora\n" in card
+        and "and a second stream" in card
+    )
 
 
 def test_a_fingerprint_is_of_all_that_judges(target, folder):

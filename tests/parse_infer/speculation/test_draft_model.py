@@ -91,7 +91,8 @@ def test_without_sizes_a_chain_ends_where_it_stops_paying(pair, monkeypatch):
     # The first chain is short, as long as nobody knows what a token costs; then none takes too long.
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)
     assert len(drafter.propose(ids, 40, Sampling(), None).tokens) == FIRST
-    monkeypatch.setattr(BlockLength, "costs", Costs(0.01, 0.01, 0.01))
+    for length in drafter._lengths.values():
+        monkeypatch.setattr(length, "costs", Costs(0.01, 0.01, 0.01))
     monkeypatch.setattr(BlockLength, "longest", 3)
     assert list(drafter.propose(ids, 40, Sampling(), None).tokens) == chain[:3]
 
