@@ -142,7 +142,9 @@ class HealthChecks:
     def end_waits(self, server: Replica) -> None:
         """Let the requests that wait for a server fail now."""
         while server.waits:
-            server.waits.pop().reschedule(asyncio.get_running_loop().time())
+            wait = server.waits.pop()
+            if not wait.expired():  # one that is expiring may not be rescheduled
+                wait.reschedule(asyncio.get_running_loop().time())
 
     def _stop_watching(self, server: Replica) -> None:
         with suppress(RuntimeError):  # its event loop has ended

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from parse_infer.backends.pool.client import Client
+from parse_infer.backends.pool.client import Client, TransientServerError
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import FailedAttempts, Failing
 from parse_infer.serve.admission import Limits
@@ -40,6 +40,24 @@ def test_a_request_that_times_out_is_sent_once(engine, connect, fields):
         answer = served.chat(PROMPT, max_tokens=8, **fields)
         assert answer.status_code == 504 or '"code":"timeout"' in answer.text
     assert len(target.bodies) == 1
+
+
+def test_a_server_may_become_unhealthy_while_a_wait_for_it_expires():
+    async def wait() -> None:
+        pool = ReplicaPool("target", ["http://127.0.0.1:9"], Client())
+        (server,) = pool.members
+        try:
+            async with pool._waiting(server, limit_s=0.0):
+                try:
+                    await asyncio.sleep(10)
+                finally:
+                    pool._health.mark_unhealthy(server, "gone")
+        finally:
+            assert not server.waits
+            await pool.aclose()
+
+    with pytest.raises(TransientServerError, match="sent nothing for 0 s"):
+        asyncio.run(wait())
 
 
 @pytest.mark.parametrize("streamed", [True, False])

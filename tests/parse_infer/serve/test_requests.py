@@ -197,7 +197,7 @@ def test_a_request_without_a_promise_gets_a_warning(make_engine):
         assert covered.json()["choices"][0]["parse"]["risk"] == 0.05 and "x-parse-warning" not in covered.headers
         assert covered.json()["choices"][0]["parse"]["unpromised"] is None
         for fields, reason in (
-            ({"temperature": 1}, "greedy answers only"),
+            ({"temperature": 1}, "there are promises for greedy answers"),
             ({"max_tokens": 8}, "max_new_tokens is 8"),
             ({"ignore_eos": True}, "omit ignore_eos"),
             ({"min_tokens": 3}, "omit min_tokens"),
