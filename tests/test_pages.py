@@ -200,7 +200,9 @@ def test_the_tests_to_copy_exist() -> None:
 
 def test_the_index_links_to_every_page() -> None:
     index = REPOSITORY / "docs" / "README.md"
-    linked = {(index.parent / path).resolve() for path in re.findall(r"(?<!!)\[[^]]+\]\(([^)#]+)", index.read_text("utf-8"))}
+    linked = {
+        (index.parent / path).resolve() for path in re.findall(r"(?<!!)\[[^]]+\]\(([^)#]+)", index.read_text("utf-8"))
+    }
     others = {REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "examples").glob("*.ipynb")}
     assert linked == {*(REPOSITORY / "docs").rglob("*.md"), *others} - {index}
 
