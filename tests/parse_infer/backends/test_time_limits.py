@@ -60,6 +60,23 @@ def test_a_server_may_become_unhealthy_while_a_wait_for_it_expires():
         asyncio.run(wait())
 
 
+@pytest.mark.parametrize("limit_s", [None, 60.0])
+def test_a_wait_ends_when_its_server_becomes_unhealthy_and_says_why(limit_s):
+    async def wait() -> None:
+        pool = ReplicaPool("target", ["http://127.0.0.1:9"], Client())
+        (server,) = pool.members
+        try:
+            async with pool._waiting(server, limit_s):
+                asyncio.get_running_loop().call_soon(pool._health.mark_unhealthy, server, "gone")
+                await asyncio.sleep(60)
+        finally:
+            await pool.aclose()
+
+    with pytest.raises(TransientServerError, match="gone") as error:
+        asyncio.run(wait())
+    assert not error.value.timed_out
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_request_that_is_silent_beyond_a_given_limit_is_tried_once_more(engine, streamed):
     with serving(FakeServer(engine.target)) as server:
