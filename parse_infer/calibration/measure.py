@@ -6,9 +6,10 @@ The calibration writes one record per problem, so that an interrupted run can re
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 
+from parse_infer.calibration.answers import Answers, Text, batched, joint_decoder, replayed, single
 from parse_infer.calibration.held_out import HasPrompt, check_ids, leave_out_learnt
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
-from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.risk import least_problems, n_passing, p_value, upper_bound
 from parse_infer.calibration.schema import (
     LOSSES,
@@ -32,7 +33,7 @@ from parse_infer.calibration.schema import (
 from parse_infer.errors import CalibrationError
 from parse_infer.models.environment import describe_run
 from parse_infer.request.output import Generation
-from parse_infer.settings.acceptance import ACCEPT_NOTHING, Acceptance, check_share
+from parse_infer.settings.acceptance import ACCEPT_NOTHING, Acceptance, check_share, check_threshold
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
 from parse_infer.settings.sampling import GREEDY, Sampling, seed_of
 
@@ -47,17 +48,20 @@ _MIN_TARGET_PROBLEMS = 50  # a usable target answers at least one of this many p
 
 
 def candidates(
-    blocks: Sequence[BlockTokens] = BLOCKS, acceptance: Acceptance = GenerationSettings.acceptance
+    blocks: Sequence[BlockTokens] = BLOCKS,
+    acceptance: Acceptance = GenerationSettings.acceptance,
+    thresholds: Collection[float] = (),
 ) -> list[list[OperatingPoint]]:
-    """Return one sequence of operating points per length of blocks, from accepting nothing to accepting everything.
+    """Return one sequence of operating points per length of blocks, from accepting nothing to the lowest threshold.
 
-    Raises ValueError for empty `blocks` or an invalid length.
+    Raises ValueError for empty `blocks`, an invalid length or an invalid threshold.
     """
     if not blocks:
         raise CalibrationError("block_tokens is empty; give auto, whole or numbers")
     for length in blocks:
         GenerationSettings(block_tokens=length)  # raises for an invalid one
-    return [[OperatingPoint(t, length, acceptance) for t in THRESHOLDS] for length in dict.fromkeys(blocks)]
+    tried = sorted({ACCEPT_NOTHING, *map(check_threshold, thresholds)}, reverse=True) if thresholds else THRESHOLDS
+    return [[OperatingPoint(t, length, acceptance) for t in tried] for length in dict.fromkeys(blocks)]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ class CalibrationSettings:
     """Number of problems on which answers are timed: the target's alone, and each text of PARSE. On the others, the
     target's text comes from the operating point that accepts nothing, which is several times faster and, in float32,
     exact or of the same distribution. In other dtypes the target answers all problems alone."""
+    thresholds: tuple[float, ...] = ()
+    """Thresholds to try, chosen before any problem is seen; empty: `THRESHOLDS`. Accepting nothing is always tried."""
+    batch_size: int = 1
+    """Answers at a time to the problems that are not timed (`JointDecoder`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "risks", risks(self.risks))
@@ -101,12 +109,14 @@ class CalibrationSettings:
             )
         if self.timed < 1:
             raise CalibrationError(f"timed is {self.timed}: without a timed problem no speedup is known")
-        candidates(self.blocks, self.acceptance)  # raises for an unknown value
+        if self.batch_size < 1:
+            raise CalibrationError(f"batch_size is {self.batch_size}; it must be at least 1")
+        candidates(self.blocks, self.acceptance, self.thresholds)  # raises for an unknown value
         self.generation()
 
     @property
     def orders(self) -> list[list[OperatingPoint]]:
-        return candidates(self.blocks, self.acceptance)
+        return candidates(self.blocks, self.acceptance, self.thresholds)
 
     @property
     def level(self) -> float:
@@ -185,6 +195,8 @@ def calibrate(
     settings = replace(settings, blocks=tuple(map(engine.backend.replayable, settings.blocks)))
     for length in settings.blocks:
         engine.backend.check(GenerationSettings(block_tokens=length), ())
+    if settings.batch_size > 1:
+        joint_decoder(engine, settings)  # raises
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},
@@ -196,7 +208,9 @@ def calibrate(
             "task": task,
             "n_problems": len(problems),
             "problems": digest,
-            "thresholds": hashlib.sha256(json.dumps(THRESHOLDS).encode()).hexdigest()[:16],
+            "thresholds": hashlib.sha256(
+                json.dumps([point.threshold for point in settings.orders[0]]).encode()
+            ).hexdigest()[:16],
             "machine": engine.describe_machine(),  # seconds of two machines do not add up
         },
     }
@@ -208,9 +222,15 @@ def calibrate(
         return same if own is None else lambda one, other: one == other or own(one, other)
 
     def measure(pending: list[HasPrompt]) -> Iterator[Outcome]:
-        _outcome(engine, pending[0], check, same_for(pending[0]), same, settings, timed=True)  # warm-up
-        for problem in pending:
-            yield _outcome(engine, problem, check, same_for(problem), same, settings, timed=problem.id in timed)
+        first, rest = pending, list[HasPrompt]()
+        if settings.batch_size > 1:
+            first, rest = ([p for p in pending if (p.id in timed) is each] for each in (True, False))
+        if any(p.id in timed for p in first):  # warm-up
+            found = replayed(engine, first[0], settings, timed=True)
+            _outcome(engine, first[0], found, check, same_for(first[0]), same, settings, timed=True)
+        each = ((p, replayed(engine, p, settings, p.id in timed)) for p in first)
+        for problem, answers in itertools.chain(each, batched(engine, rest, settings)):
+            yield _outcome(engine, problem, answers, check, same_for(problem), same, settings, problem.id in timed)
             _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
 
     outcomes = run_missing(store, {problem.id: problem for problem in problems}, measure, "calibrate", console)
@@ -280,22 +300,17 @@ def check_problems(problems: Sequence[HasPrompt], settings: CalibrationSettings)
 def _outcome(
     engine: ParseEngine,
     problem: HasPrompt,
+    answers: Answers,
     check: Callable[[Any, str], bool | None],
     same: Callable[[str, str], bool],
     audited: Callable[[str, str], bool],
     settings: CalibrationSettings,
     timed: bool,
 ) -> Outcome:
-    samples = [settings.generation(problem.id, i) for i in range(settings.samples)]
-    from_replay = engine.deterministic and not timed
-    alone: list[Generation] = []
-    if not from_replay:
-        engine.clear_caches()
-        alone = [_generation(engine.generate_target(problem.prompt, sample)) for sample in samples]
     reference = _majority(engine, problem, same, settings) if settings.majority else None
     checked: dict[tuple[str, bool], bool | None] = {}
 
-    def right(answer: Generation) -> bool | None:
+    def right(answer: Text) -> bool | None:
         """Whether an answer is right and ends; each text is checked once."""
         key = answer.text, answer.finish_reason == "length"
         if key not in checked:
@@ -303,23 +318,12 @@ def _outcome(
             checked[key] = None if found is None else found and not key[1]
         return checked[key]
 
-    with Replay(engine) as replay:
-        replay.clear_caches()
-        if from_replay:
-            nothing = {"threshold": ACCEPT_NOTHING, "block_tokens": "whole"}
-            alone = [replay.answer(problem.prompt, sample.override(**nothing)) for sample in samples]
-        own = [right(answer) for answer in alone]
-        if None in own and settings.loss != "disagreement":
-            raise CalibrationError(
-                f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
-            )
-        answers = [
-            [
-                [replay.answer(problem.prompt, sample.override(**asdict(point))) for sample in samples]
-                for point in order
-            ]
-            for order in settings.orders
-        ]
+    alone = answers.alone
+    own = [right(answer) for answer in alone]
+    if None in own and settings.loss != "disagreement":
+        raise CalibrationError(
+            f"the checker cannot decide on an answer to problem {problem.id}: calibrate with --loss disagreement"
+        )
     compared = [alone[0].text if reference is None else reference]
 
     @cache
@@ -331,51 +335,52 @@ def _outcome(
     def unlike(text: str) -> bool:
         return not audited(alone[-1].text, text)  # an audit has texts alone
 
-    def loss(mine: Sequence[Generation]) -> float:
+    def loss(mine: Sequence[Text]) -> float:
         if settings.loss == "disagreement":
             return float(differs(mine[0].text, mine[0].finish_reason == "length"))
         pairs = [(float(bool(a)), float(bool(right(b)))) for a, b in zip(own, mine, strict=True)]
         lost = [a - b for a, b in pairs] if settings.loss == "accuracy" else [a * (1 - b) for a, b in pairs]
         return sum(lost) / len(lost)
 
-    losses = [[loss(mine) for mine in order] for order in answers]
-    disagreed = [[unlike(mine[0].text) for mine in order] for order in answers]
+    losses = [[loss(mine) for mine in order] for order in answers.judged]
+    disagreed = [[unlike(mine[0].text) for mine in order] for order in answers.judged]
     share = None if None in own else sum(map(bool, own)) / len(own)
     if not timed:
         return Outcome(problem.id, share, None, losses, disagreed, [])
     taken = [
-        _time_each_text(engine, problem, samples[0], order, [mine[0] for mine in found])
-        for order, found in zip(settings.orders, answers, strict=True)
+        _time_each_text(engine, problem, settings, order, [mine[0] for mine in found])
+        for order, found in zip(settings.orders, answers.judged, strict=True)
     ]
     seconds = [[round(each.timings.total_s, 4) for each in order] for order in taken]
     paces = [[round(len(e.token_ids) / max(1, e.stats.target_forwards), 4) for e in order] for order in taken]
-    return Outcome(problem.id, share, round(alone[0].timings.total_s, 4), losses, disagreed, seconds, paces)
+    return Outcome(problem.id, share, round(answers.target_seconds, 4), losses, disagreed, seconds, paces)
 
 
 def _time_each_text(
     engine: ParseEngine,
     problem: HasPrompt,
-    plain: GenerationSettings,
+    settings: CalibrationSettings,
     order: Sequence[OperatingPoint],
-    answers: Sequence[Generation],
+    answers: Sequence[Text],
 ) -> list[Generation]:
     """Return a timed answer at each operating point, one for points with the same text. Above a threshold of 1 the
-    answer takes another way to the same text, so it is timed on its own."""
+    answer takes another way to the same text, so it is timed on its own, and sampled without a seed, with which the
+    chains of lossless sampling would not end where they stop paying."""
     took: dict[tuple[str, bool], Generation] = {}
+    plain = settings.generation(problem.id, 0)
     keys = [(answer.text, point.threshold > 1) for answer, point in zip(answers, order, strict=True)]
     for key in dict.fromkeys(keys):
         same = [point for point, other in zip(order, keys, strict=True) if other == key]
         engine.clear_caches()
-        timed = _generation(engine.generate(problem.prompt, plain.override(**asdict(same[len(same) // 2]))))
+        point = same[len(same) // 2]
+        own = plain.override(**asdict(point))
+        if point.threshold > 1:
+            own = own.override(resume_sampling=replace(own.resume_sampling, seed=None))
+        timed = single(engine.generate(problem.prompt, own))
         if timed.fallback not in (None, "unusual_draft"):
             raise CalibrationError(f"an answer to problem {problem.id} has no draft ({timed.fallback}): run it again")
         took[key] = timed
     return [took[key] for key in keys]
-
-
-def _generation(found: Generation | list[Generation]) -> Generation:
-    assert isinstance(found, Generation)
-    return found
 
 
 def _majority(
@@ -389,7 +394,7 @@ def _majority(
     for seed in range(settings.majority):
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=seed)
         sample = engine.generate_target(problem.prompt, settings.generation(), resume_sampling=sampling)
-        texts.append(_generation(sample).text)
+        texts.append(single(sample).text)
     votes = [sum(same(one, other) for other in texts) for one in texts]
     return texts[votes.index(max(votes))]
 

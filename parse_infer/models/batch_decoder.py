@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -83,8 +83,8 @@ class Batch:
         return [slot for slot, run in enumerate(self.runs) if run.ended]
 
     @torch.inference_mode()
-    def add(self, runs: Sequence[RunningRow] = ()) -> None:
-        """Assign the runs to free slots first, then to new slots."""
+    def add(self, runs: Sequence[RunningRow] = ()) -> list[int]:
+        """Assign the runs to free slots first, then to new slots; return the slot of each."""
         free = self.free
         slots = [*free, *range(len(self.runs), len(self.runs) + len(runs))][: len(runs)]
         more = len(runs) - len(free)
@@ -101,6 +101,7 @@ class Batch:
         added = dict(zip(slots, runs, strict=True))
         self.runs = [added.get(slot, run) for slot, run in enumerate([*self.runs, *runs[len(free) :]])]
         self._sampling = RowSampling([run.row.sampling for run in self.runs], self._decoder.device)
+        return slots
 
     @torch.inference_mode()
     def compact(self) -> None:
@@ -120,9 +121,18 @@ class Batch:
         """Decode one token in every slot. Ended runs repeat their last position."""
         if self._kv is None:
             return
-        logits = self._decoder._next(self._kv, self.runs)
+        logits = self.logits()
         numbers = [run.uniform[len(run.written)] if run.uniform and not run.ended else 0.0 for run in self.runs]
-        chosen = self._sampling.choose(logits, numbers).tolist()
+        self.write(self._sampling.choose(logits, numbers).tolist())
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """Run the next input token of every slot, of which there is at least one; return the logits [B, V]."""
+        assert self._kv is not None
+        return self._decoder._next(self._kv, self.runs)
+
+    def write(self, chosen: Sequence[int]) -> None:
+        """Let every slot whose run has not ended write its token of `chosen`."""
         self._decoder.steps += 1
         for run, token in zip(self.runs, chosen, strict=True):
             if not run.ended:
@@ -130,6 +140,13 @@ class Batch:
                 run.written.append(token)
                 run.token, run.position = token, run.position + 1
                 run.ended = token in self._decoder.eos_ids or len(run.written) == run.row.max_new_tokens
+
+    def fork(self, slot: int) -> RunningRow:
+        """Copy the run of a slot, for `add`, before the slot's next `write`."""
+        run = self.runs[slot]
+        assert self._kv is not None
+        place = replace(run.row, context=slot, length=run.position + 1)
+        return replace(run, row=place, source=self._kv, written=[*run.written])
 
 
 class BatchDecoder:

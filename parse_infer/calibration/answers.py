@@ -1,0 +1,126 @@
+"""The texts whose losses a calibration counts: the target's alone, and those of every operating point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
+from parse_infer.calibration.replay import Replay
+from parse_infer.calibration.schema import LOCAL
+from parse_infer.errors import CalibrationError, ModelError
+from parse_infer.models.loading import LanguageModel
+from parse_infer.request.answer import Answer
+from parse_infer.request.output import FinishReason, Generation
+from parse_infer.settings.acceptance import ACCEPT_NOTHING
+
+if TYPE_CHECKING:
+    from parse_infer.calibration.held_out import HasPrompt
+    from parse_infer.calibration.measure import CalibrationSettings
+    from parse_infer.engine import ParseEngine
+
+_GROUP = 4  # answers that are prepared together, in batches: the last of a group end in ever smaller ones
+
+
+class Text(Protocol):
+    """An answer's text and why it ended."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one problem.
+
+    Attributes:
+        alone: the target's, one for each sample.
+        judged: for each sequence of operating points, and each of its points, one for each sample.
+    """
+
+    alone: Sequence[Text]
+    judged: Sequence[Sequence[Sequence[Text]]]
+
+    @property
+    def target_seconds(self) -> float:
+        first = self.alone[0]
+        assert isinstance(first, Generation)
+        return first.timings.total_s
+
+
+@dataclass(frozen=True)
+class _BatchedText:
+    text: str
+    finish_reason: FinishReason
+
+
+def replayed(engine: ParseEngine, problem: HasPrompt, settings: CalibrationSettings, timed: bool) -> Answers:
+    """The answers by the engine's own loop. Of a timed problem the target's are generated alone, as a user waits."""
+    samples = [settings.generation(problem.id, i) for i in range(settings.samples)]
+    from_replay = engine.deterministic and not timed
+    alone: list[Generation] = []
+    if not from_replay:
+        engine.clear_caches()
+        alone = [single(engine.generate_target(problem.prompt, sample)) for sample in samples]
+    with Replay(engine) as replay:
+        replay.clear_caches()
+        if from_replay:
+            nothing = {"threshold": ACCEPT_NOTHING, "block_tokens": "whole"}
+            alone = [replay.answer(problem.prompt, sample.override(**nothing)) for sample in samples]
+        judged = [
+            [
+                [replay.answer(problem.prompt, sample.override(**asdict(point))) for sample in samples]
+                for point in order
+            ]
+            for order in settings.orders
+        ]
+    return Answers(alone, judged)
+
+
+def batched(
+    engine: ParseEngine, problems: Sequence[HasPrompt], settings: CalibrationSettings
+) -> Iterator[tuple[HasPrompt, Answers]]:
+    """The answers to problems, many at a time. Raises ValueError if this engine has no `JointDecoder`."""
+    decoder = joint_decoder(engine, settings)
+    thresholds = tuple(point.threshold for point in settings.orders[0])
+    size = max(1, _GROUP * settings.batch_size // settings.samples)
+    for start in range(0, len(problems), size):
+        group = problems[start : start + size]
+        rows = [
+            JointRow(problem.prompt, thresholds, settings.max_new_tokens, sample.resume_sampling)
+            for problem in group
+            for sample in (settings.generation(problem.id, i) for i in range(settings.samples))
+        ]
+        found = decoder.answers(rows)
+        for i, problem in enumerate(group):
+            samples = found[i * settings.samples :][: settings.samples]
+            texts = [[_text(engine.target, answer) for answer in sample] for sample in samples]
+            points = [list(each) for each in zip(*texts, strict=True)]  # the first one accepts nothing
+            yield problem, Answers(points[0], [points] * len(settings.orders))
+
+
+def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDecoder:
+    """The decoder of `batched`. Raises ValueError if texts depend on more than tokens and thresholds."""
+    try:
+        if engine.describe().get("backend", LOCAL) != LOCAL:
+            raise ModelError("the models are on servers")
+        if "whole" in settings.blocks or settings.acceptance != "first_failure":
+            raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
+        return JointDecoder(engine.target, engine.draft, engine.backend.verifier.scorer, settings.batch_size)
+    except ModelError as error:
+        raise CalibrationError(f"batch_size is {settings.batch_size}, but {error}; 1 always works") from None
+
+
+def single(found: Generation | list[Generation]) -> Generation:
+    assert isinstance(found, Generation)
+    return found
+
+
+def _text(model: LanguageModel, found: JointAnswer) -> _BatchedText:
+    answer = Answer(model.tokenizer, model.eos_ids, (), len(found.ids))
+    answer.add(found.ids, "target")
+    return _BatchedText(answer.whole_characters, "eos" if found.ids[-1] in model.eos_ids else "length")
