@@ -86,12 +86,12 @@ def batched(
 ) -> Iterator[tuple[HasPrompt, Answers]]:
     """The answers to problems, many at a time. Raises ValueError if this engine has no `JointDecoder`."""
     decoder = joint_decoder(engine, settings)
-    thresholds = tuple(point.threshold for point in settings.orders[0])
+    points = tuple((0, point.threshold) for point in settings.orders[0])
     size = max(1, _GROUP * settings.batch_size // settings.samples)
     for start in range(0, len(problems), size):
         group = problems[start : start + size]
         rows = [
-            JointRow(problem.prompt, thresholds, settings.max_new_tokens, sample.resume_sampling)
+            JointRow(problem.prompt, points, settings.max_new_tokens, sample.resume_sampling)
             for problem in group
             for sample in (settings.generation(problem.id, i) for i in range(settings.samples))
         ]
@@ -99,8 +99,8 @@ def batched(
         for i, problem in enumerate(group):
             samples = found[i * settings.samples :][: settings.samples]
             texts = [[_text(engine.target, answer) for answer in sample] for sample in samples]
-            points = [list(each) for each in zip(*texts, strict=True)]  # the first one accepts nothing
-            yield problem, Answers(points[0], [points] * len(settings.orders))
+            order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
+            yield problem, Answers(order[0], [order] * len(settings.orders))
 
 
 def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDecoder:
@@ -110,7 +110,7 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
             raise ModelError("the models are on servers")
         if "whole" in settings.blocks or settings.acceptance != "first_failure":
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
-        return JointDecoder(engine.target, engine.draft, engine.backend.verifier.scorer, settings.batch_size)
+        return JointDecoder(engine.target, engine.draft, [engine.backend.verifier.scorer], settings.batch_size)
     except ModelError as error:
         raise CalibrationError(f"batch_size is {settings.batch_size}, but {error}; 1 always works") from None
 

@@ -1,7 +1,8 @@
 """Joint decoding of a target and its draft model: many answers at once, token by token, for their texts alone.
 
-The draft model proposes one token, which the judge keeps or the target replaces. So an answer has the text that blocks
-of any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
+The draft model proposes one token, which a rule keeps or the target replaces. So an answer has the text that blocks of
+any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
+Answers of several rules and thresholds part where their texts do.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from parse_infer.errors import ModelError
-from parse_infer.judge.carried import Carried
-from parse_infer.judge.judge import Reading, Scorer, looks_ahead
-from parse_infer.judge.token_logprobs import TokenLogprobs, read_logprobs
+from parse_infer.judge.judge import Scorer
+from parse_infer.judge.rules.rule import RuleJudge
+from parse_infer.judge.token_logprobs import read_logprobs
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.token_sampling import distribution, draw, random_generator
@@ -26,134 +27,128 @@ from parse_infer.text.prompts import Prompt
 
 @dataclass(frozen=True)
 class JointRow:
-    """One prompt and random seed at several thresholds, whose answers share their common beginning.
+    """One prompt and random seed at several operating points.
 
     Attributes:
+        points: rules, by their number, and thresholds.
         sampling: of the target; drafts are greedy. A sampled row needs a seed.
     """
 
     prompt: Prompt
-    thresholds: tuple[float, ...]
+    points: tuple[tuple[int, float], ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass
-class _Branch:
-    """An answer at the thresholds whose decisions have been the same so far: `places` in the row's thresholds.
+class JointAnswer:
+    """An answer at one point: its tokens, with the end token, and how many proposals were not kept."""
 
-    Attributes:
-        since: tokens that the target has written since the last draft token that was kept.
-        kept: number of draft tokens that were kept.
-    """
+    ids: list[int] = field(default_factory=list)
+    rejected: int = 0
+
+
+@dataclass
+class _Branch:
+    """The places in a row's points whose answers have been the same so far; none: the answer has ended."""
 
     row: int
     places: list[int]
-    carried: Carried = field(default_factory=Carried)
-    since: list[int] = field(default_factory=list)
-    kept: int = 0
-
-
-@dataclass(frozen=True)
-class JointAnswer:
-    """An answer at one threshold: its tokens, with the end token, and how many of them the draft model wrote."""
-
-    ids: list[int]
-    kept: int
 
 
 class JointDecoder:
-    """Decodes rows with `target`, `draft` and the judge `scorer`. In float32 each answer equals that of the engine.
+    """Decodes rows with `target`, `draft` and rules. In float32 each answer equals that of the engine, and where the
+    target writes everything, a sampled one has its distribution.
 
     Args:
-        batch_size: number of answers at a time; thresholds that part add more.
+        batch_size: number of rows at a time; answers that part add more.
 
     Raises:
-        ValueError: models with different tokens, or a judge that needs more than the tokens so far.
+        ValueError: models with different tokens, or a judge whose verdict depends on more than one token.
     """
 
-    def __init__(self, target: LanguageModel, draft: LanguageModel, scorer: Scorer, batch_size: int = 32) -> None:
-        if not scorer.by_token or scorer.first_tokens or looks_ahead(scorer):
-            raise ModelError("this judge needs more than the tokens up to the one that it scores")
+    def __init__(
+        self, target: LanguageModel, draft: LanguageModel, scorers: Sequence[Scorer], batch_size: int = 32
+    ) -> None:
+        self._rules: list[RuleJudge] = []
+        for scorer in scorers:
+            if not isinstance(scorer, RuleJudge) or scorer.looks_ahead:
+                raise ModelError("this judge reads more than one token: only rules such as min_p do not")
+            self._rules.append(scorer)
         if not same_tokenizer(target.tokenizer, draft.tokenizer):
             raise ModelError("draft model and target have different tokens")
-        self._target, self._draft, self._scorer, self._size = target, draft, scorer, batch_size
+        self._models, self._size = (target, draft), batch_size
 
     @torch.inference_mode()
     def answers(self, rows: Sequence[JointRow]) -> list[list[JointAnswer]]:
-        """The answers of each row, one for each of its thresholds."""
-        found: list[list[JointAnswer | None]] = [[None] * len(row.thresholds) for row in rows]
-        models = (self._target, self._draft)
-        decoders = [BatchDecoder(lm.model, lm.eos_ids, self._size, lm.decoder.fast) for lm in models]
-        prompts = list({id(row.prompt): row.prompt for row in rows}.values())
-        places = {id(prompt): i for i, prompt in enumerate(prompts)}
-        contexts = [d.prefill([lm.render(p) for p in prompts]) for d, lm in zip(decoders, models, strict=True)]
-        batches = [decoder.batch() for decoder in decoders]
+        """The answers of each row, one for each of its points."""
+        found = [[JointAnswer() for _ in row.points] for row in rows]
+        prompts = {id(row.prompt): row.prompt for row in rows}
+        contexts = dict(zip(prompts, range(len(prompts)), strict=True))
+        decoders = [BatchDecoder(lm.model, lm.eos_ids, self._size, lm.decoder.fast) for lm in self._models]
+        prefilled = [
+            decoder.prefill([lm.render(prompt) for prompt in prompts.values()])
+            for decoder, lm in zip(decoders, self._models, strict=True)
+        ]
+        batches = [decoder.batch() for decoder in decoders]  # with the same slots
         waiting = deque(enumerate(rows))
         branches: list[_Branch] = []  # by slot
         while waiting or branches:
-            busy = sum(not run.ended for run in batches[0].runs)
-            arriving = [waiting.popleft() for _ in range(min(max(0, self._size - busy), len(waiting)))]
-            for batch, decoder, context in zip(batches, decoders, contexts, strict=True):
-                lengths = [len(context.ids[places[id(row.prompt)]]) for _, row in arriving]
-                starts = [
-                    decoder.run(context, BatchRow(places[id(row.prompt)], length, row.max_new_tokens))
-                    for length, (_, row) in zip(lengths, arriving, strict=True)
-                ]
-                slots = batch.add(starts)
+            room = max(0, self._size - sum(1 for branch in branches if branch.places))
+            arriving = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            slots: list[int] = []
+            for batch, decoder, context in zip(batches, decoders, prefilled, strict=True):
+                starts = [(contexts[id(row.prompt)], row.max_new_tokens) for _, row in arriving]
+                slots = batch.add([decoder.run(context, BatchRow(i, len(context.ids[i]), n)) for i, n in starts])
             for slot, (i, row) in zip(slots, arriving, strict=True):
-                branch = _Branch(i, [*range(len(row.thresholds))])
-                branches[slot : slot + 1] = [branch]
-            self._step(batches, branches, rows)
+                branches[slot : slot + 1] = [_Branch(i, [*range(len(row.points))])]
+            self._step(batches, branches, rows, found)
             for slot, run in enumerate(batches[0].runs):
-                if run.ended and branches[slot].places:
-                    branch = branches[slot]
-                    for place in branch.places:
-                        found[branch.row][place] = JointAnswer(run.written, branch.kept)
-                    branch.places = []
+                if run.ended:
+                    for place in branches[slot].places:
+                        found[branches[slot].row][place].ids = run.written
+                    branches[slot].places = []
                     batches[1].runs[slot].ended = True
-            if sum(run.ended for run in batches[0].runs) * 8 >= len(branches):
+            if 8 * sum(not branch.places for branch in branches) >= len(branches):
                 branches = [branch for branch in branches if branch.places]
                 for batch in batches:
                     batch.compact()
-        return [[answer for answer in answers if answer is not None] for answers in found]
+        return found
 
-    def _step(self, batches: Sequence[Batch], branches: list[_Branch], rows: Sequence[JointRow]) -> None:
-        """Write one token of every answer; where the thresholds disagree about it, the answer becomes two."""
+    def _step(
+        self,
+        batches: Sequence[Batch],
+        branches: list[_Branch],
+        rows: Sequence[JointRow],
+        found: Sequence[Sequence[JointAnswer]],
+    ) -> None:
+        """Write one token of every answer; where its points disagree about it, the answer becomes two."""
         target, draft = batches
-        proposed = draft.logits().argmax(-1)
-        logits = target.logits()
-        found = read_logprobs(logits, proposed, lambda scores: scores, max(1, self._scorer.k))
+        proposed, logits = draft.logits().argmax(-1), target.logits()
+        read = read_logprobs(logits, proposed, lambda scores: scores, max(rule.k for rule in self._rules))
+        validity = [rule.validity_of_each(read.first(rule.k)).tolist() for rule in self._rules]
         tokens = proposed.tolist()
         forks: list[tuple[int, int, _Branch]] = []
         for slot, branch in enumerate(branches):
-            if not branch.places:
-                continue
             row = rows[branch.row]
-            one = TokenLogprobs(*(part[slot : slot + 1] for part in _parts(found)))
-            verdict = self._scorer.score(Reading([tokens[slot]], None, branch.since, one), branch.carried)
-            keeps = [place for place in branch.places if verdict.validity[0] >= row.thresholds[place]]
-            rest = [place for place in branch.places if place not in keeps]
-            n = len(target.runs[slot].written)
-            if rest:
-                own = self._own(logits[slot], row.sampling, n)
-                rejected = _Branch(branch.row, rest, branch.carried, [*branch.since, own], branch.kept)
-                if keeps:
-                    forks.append((slot, own, rejected))
-                else:
-                    branches[slot], tokens[slot] = rejected, own
-            if keeps:
-                branch.places, branch.since, branch.kept = keeps, [], branch.kept + 1
-                if verdict.scores is not None:
-                    branch.carried = verdict.scores.carried(n + 1, 1)
+            rejected = [p for p in branch.places if validity[row.points[p][0]][slot] < row.points[p][1]]
+            if not rejected:
+                continue
+            for place in rejected:
+                found[branch.row][place].rejected += 1
+            own = self._own(logits[slot], row.sampling, len(target.runs[slot].written))
+            if own == tokens[slot]:  # drawn
+                continue
+            if len(rejected) < len(branch.places):
+                branch.places = [place for place in branch.places if place not in rejected]
+                forks.append((slot, own, _Branch(branch.row, rejected)))
+            else:
+                tokens[slot] = own
+        slots: list[int] = []
         for batch in batches:
             slots = batch.add([batch.fork(slot) for slot, _, _ in forks])
-        for slot, (_, own, rejected) in zip(slots, forks, strict=True):
-            if slot < len(branches):
-                branches[slot], tokens[slot] = rejected, own
-            else:
-                branches.append(rejected)
-                tokens.append(own)
+        for slot, (_, own, branch) in zip(slots, forks, strict=True):
+            branches[slot : slot + 1], tokens[slot : slot + 1] = [branch], [own]
         for batch in batches:
             batch.write(tokens)
 
@@ -163,7 +158,3 @@ class JointDecoder:
             return int(logits.argmax())
         generator = random_generator(sampling, logits.device, "target", place)
         return int(draw(distribution(logits, sampling), generator))
-
-
-def _parts(found: TokenLogprobs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return found.ids, found.own, found.top_ids, found.top

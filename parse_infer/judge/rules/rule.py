@@ -106,7 +106,17 @@ class RuleJudge:
         """Score tokens by the lowest score so far."""
         doubts = self.rule.doubts(found)
         doubt = torch.cat([doubts.new_tensor([max(carried.doubt, 0.0)]), doubts]).cummax(0).values[1:]
-        return TokenScores(-doubt.expm1().log(), doubt)  # the logit of exp(-doubt), the lowest score
+        return TokenScores(_logit(doubt), doubt)
+
+    @torch.inference_mode()
+    def validity_of_each(self, found: TokenLogprobs) -> Tensor:
+        """The score of each token, whatever the others are, [T]."""
+        return _logit(self.rule.doubts(found)).sigmoid()
+
+
+def _logit(doubt: Tensor) -> Tensor:
+    """The logit of exp(-doubt)."""
+    return -doubt.expm1().log()
 
 
 def check_between(rule: str, option: str, value: float, low: float, high: float) -> None:
