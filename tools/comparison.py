@@ -7,13 +7,16 @@
 YAML file is a rule: its keys, such as `judge` or `blocks`, come before those of `pair.yaml`. The command runs the
 calibrations that are missing, in `runs/comparison/PAIR/RULE`, and writes `results.json`, `results.md` and `figure.png`
 beside the YAML files. An interrupted run continues with the same command.
+
+With `batch_size` above 1 in `pair.yaml`, all rules are measured in one (`tools.joint_comparison`).
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +25,11 @@ import typer
 import yaml
 
 from data_tools.tasks.checkers import same_answer
+from data_tools.tasks.task import Problem, Task
 from data_tools.tasks.task import comparison as own_comparison
 from parse_infer.calibration.calibration_file import FILE, load_calibrations, save_calibrations
 from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, check_problems
+from parse_infer.calibration.schema import Calibration
 from parse_infer.cli.entry_point import run_app
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.cli.problems import describe_problems, open_task, take_problems
@@ -34,6 +39,7 @@ from parse_infer.models.environment import describe_run
 from parse_infer.settings.sampling import Sampling
 from parse_infer.suggest import suggestion
 from tools.comparison_results import draw, markdown, summarise
+from tools.joint_comparison import JointComparison
 
 COMMAND = "python -m tools.comparison"
 PAIR = "pair.yaml"
@@ -97,17 +103,24 @@ class Run:
 
     def measure(self) -> None:
         """Calibrate the rule, or the rest of an interrupted calibration."""
-        task = open_task(self.problems["task"], self.problems["task_option"])
-        split, seed = self.problems["split"], self.problems["seed"]
-        problems = take_problems(task, split, seed, self.problems["limit"])
-        check_problems(problems, self.settings)
-        where = describe_problems(self.problems["task"], self.problems["task_option"], split, seed)
+        task, problems, where = self.open_problems()
         own = partial(own_comparison, task)
         with self.models.load() as engine:
             found = calibrate(
                 engine, problems, task.check, same_answer, self.folder, self.settings, task=where, comparison=own
             )
-        save_calibrations(self.folder / FILE, [found])
+        self.save(found)
+
+    def open_problems(self) -> tuple[Task, list[Problem], str]:
+        """The task, its problems and their description. Raises ValueError for too few problems."""
+        task = open_task(self.problems["task"], self.problems["task_option"])
+        split, seed = self.problems["split"], self.problems["seed"]
+        problems = take_problems(task, split, seed, self.problems["limit"])
+        check_problems(problems, self.settings)
+        return task, problems, describe_problems(self.problems["task"], self.problems["task_option"], split, seed)
+
+    def save(self, calibration: Calibration) -> None:
+        save_calibrations(self.folder / FILE, [calibration])
         write_json(self.folder / OPTIONS, self.options)
 
     def outcomes(self) -> list[Outcome]:
@@ -125,6 +138,25 @@ def read_runs(folder: Path) -> list[Run]:
     return [Run.of(path.stem, pair | _read(path), RUNS / folder.name / path.stem) for path in rules]
 
 
+def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
+    """Measure all rules in one, or the rest of an interrupted measurement."""
+    first = runs[0]
+    for run in runs:
+        if run.options.get("judge") is None or run.options.get("adapter") is not None:
+            raise ParseError(f"batch_size above 1 is for rules without training: give {run.name} a judge, no adapter")
+    rules = {run.name: (run.options["judge"], run.settings) for run in runs}
+    comparison = JointComparison(rules, folder)
+    task, problems, where = first.open_problems()
+    with first.models.load() as engine:
+        for name, (outcomes, calibration) in comparison.measure(engine, task, problems, where).items():
+            run = next(run for run in runs if run.name == name)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_json(run.folder / "config.json", {"machine": engine.describe_machine()})
+            records = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+            write_text(run.folder / "records.jsonl", records)
+            run.save(calibration)
+
+
 @app.command()
 def compare(
     pair: Annotated[Path, typer.Argument(help="Folder with pair.yaml and a YAML file for each rule.")],
@@ -132,6 +164,9 @@ def compare(
 ) -> None:
     """Compare judges and acceptance rules on one pair of models."""
     runs = read_runs(pair)
+    joint = [run for run in runs if run.settings.batch_size > 1]
+    if not render_only and any(not run.done for run in joint):
+        measure_jointly(joint, RUNS / pair.name)
     for run in runs:
         if not render_only and not run.done:
             print(f"{run.name}: {run.folder}", file=sys.stderr)

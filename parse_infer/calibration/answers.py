@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
+from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import LOCAL
 from parse_infer.errors import CalibrationError, ModelError
@@ -53,7 +53,9 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class _BatchedText:
+class DecodedText:
+    """A `Text` of tokens that no loop has written."""
+
     text: str
     finish_reason: FinishReason
 
@@ -98,7 +100,7 @@ def batched(
         found = decoder.answers(rows)
         for i, problem in enumerate(group):
             samples = found[i * settings.samples :][: settings.samples]
-            texts = [[_text(engine.target, answer) for answer in sample] for sample in samples]
+            texts = [[decoded_text(engine.target, answer.ids) for answer in sample] for sample in samples]
             order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
             yield problem, Answers(order[0], [order] * len(settings.orders))
 
@@ -120,7 +122,8 @@ def single(found: Generation | list[Generation]) -> Generation:
     return found
 
 
-def _text(model: LanguageModel, found: JointAnswer) -> _BatchedText:
-    answer = Answer(model.tokenizer, model.eos_ids, (), len(found.ids))
-    answer.add(found.ids, "target")
-    return _BatchedText(answer.whole_characters, "eos" if found.ids[-1] in model.eos_ids else "length")
+def decoded_text(model: LanguageModel, ids: Sequence[int]) -> DecodedText:
+    """The answer whose tokens, up to an end token or the budget, are `ids`."""
+    answer = Answer(model.tokenizer, model.eos_ids, (), len(ids))
+    answer.add(ids, "target")
+    return DecodedText(answer.whole_characters, "eos" if ids[-1] in model.eos_ids else "length")

@@ -229,7 +229,7 @@ def calibrate(
             found = replayed(engine, first[0], settings, timed=True)
             _outcome(engine, first[0], found, check, same_for(first[0]), same, settings, timed=True)
         each = ((p, replayed(engine, p, settings, p.id in timed)) for p in first)
-        for problem, answers in itertools.chain(each, batched(engine, rest, settings)):
+        for problem, answers in itertools.chain(each, batched(engine, rest, settings) if rest else ()):
             yield _outcome(engine, problem, answers, check, same_for(problem), same, settings, problem.id in timed)
             _check_feasible([store.records[p.id] for p in problems if p.id in store.records], len(problems), settings)
 

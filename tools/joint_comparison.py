@@ -1,0 +1,236 @@
+"""A comparison's rules in one measurement, for pairs too slow to run each rule alone.
+
+The answers of all rules come from joint decoding (`parse_infer.calibration.joint_decoder`), in `texts`. Then each
+distinct answer to some of the problems is timed once, as a request of its own, in `times`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_tools.tasks.task import Problem, Task
+from parse_infer.calibration.answers import decoded_text, single
+from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
+from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify
+from parse_infer.calibration.record_runner import run_missing
+from parse_infer.calibration.record_store import RecordStore
+from parse_infer.calibration.schema import Calibration
+from parse_infer.engine import ParseEngine
+from parse_infer.errors import ParseError
+from parse_infer.judge.registry import find_rule
+from parse_infer.models.environment import describe_run
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.speculation.registry import load_token_drafter
+
+_GROUP = 4  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The answers to one problem.
+
+    Attributes:
+        answers: for each sample its distinct answers, each with the number of its tokens, and whether it ends right.
+        places: by rule, for each sample and operating point, which of these answers it has.
+        rejected: likewise, the number of draft tokens that the rule did not keep.
+    """
+
+    problem_id: str
+    answers: list[list[tuple[int, bool]]]
+    places: dict[str, list[list[int]]]
+    rejected: dict[str, list[list[int]]]
+
+    @property
+    def key(self) -> str:
+        return self.problem_id
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds and tokens per target forward of answers to one problem, for its first sample: of the target alone, of
+    lossless speculation, and by rule of each operating point."""
+
+    problem_id: str
+    target: float
+    lossless: tuple[float, float]
+    rules: dict[str, list[tuple[float, float]]]
+
+    @property
+    def key(self) -> str:
+        return self.problem_id
+
+
+class JointComparison:
+    """Rules by name, each with its judge and settings, which differ in their thresholds only.
+
+    Raises:
+        ValueError: settings that differ otherwise, or that joint decoding does not serve.
+    """
+
+    def __init__(self, rules: Mapping[str, tuple[str, CalibrationSettings]], folder: Path) -> None:
+        self.judges = {name: judge for name, (judge, _) in sorted(rules.items())}
+        self.settings = {name: own for name, (_, own) in sorted(rules.items())}
+        self.folder, self.one = folder, next(iter(self.settings.values()))
+        for name, own in self.settings.items():
+            if replace(own, thresholds=()) != replace(self.one, thresholds=()):
+                raise ParseError(f"with batch_size above 1, rules differ in judge and thresholds only: see {name}")
+        if self.one.loss == "disagreement" or len(self.one.orders) > 1:
+            raise ParseError("batch_size above 1 needs loss accuracy or lost, and one length of blocks")
+
+    def measure(
+        self, engine: ParseEngine, task: Task, problems: Sequence[Problem], where: str
+    ) -> dict[str, tuple[list[Outcome], Calibration]]:
+        """Decode and time what is missing; return the records and the calibration of each rule."""
+        own, models = self.one, engine.describe()
+        config: dict[str, Any] = {
+            "rules": self.judges,
+            "thresholds": {name: self._thresholds(name) for name in self.judges},
+            "task": where,
+            "sampling": asdict(own.sampling),
+            "samples": own.samples,
+            "max_new_tokens": own.max_new_tokens,
+            "models": models,
+        }
+        by_id = {problem.id: problem for problem in problems}
+        texts = RecordStore(self.folder / "texts", config | {"problems": [*by_id]}, Texts, "comparison")
+        found = run_missing(texts, by_id, lambda pending: self._texts(engine, task, pending), "answers")
+        times = RecordStore(
+            self.folder / "times", config | {"machine": engine.describe_machine()}, Times, "comparison"
+        )
+        timed = {problem.id: problem for problem in problems[: own.timed]}
+        run_missing(times, timed, lambda pending: self._times(engine, texts.records, pending), "times")
+        calibration = Calibration(
+            where,
+            len(problems),
+            "",
+            own.loss,
+            own.confidence,
+            own.max_new_tokens,
+            models,
+            tried=[],
+            promises={},
+            sampling=replace(own.sampling, seed=None),
+            samples=own.samples,
+            made={**engine.describe_machine(), **describe_run()},
+        )
+        results = {}
+        for name in self.judges:
+            outcomes = [self._outcome(name, texts, times.records.get(texts.problem_id)) for texts in found]
+            judge = find_rule(self.judges[name]).load(engine.target.tokenizer)
+            of_rule = replace(calibration, models=models | {"adapter": judge.fingerprint})
+            results[name] = outcomes, certify(of_rule, outcomes, self.settings[name])
+        return results
+
+    def _thresholds(self, name: str) -> list[float]:
+        return [point.threshold for point in self.settings[name].orders[0]]
+
+    def _sample(self, problem: Problem, number: int) -> GenerationSettings:
+        return self.one.generation(problem.id, number)
+
+    def _texts(self, engine: ParseEngine, task: Task, pending: Sequence[Problem]) -> Iterator[Texts]:
+        own = self.one
+        rules = [find_rule(judge).load(engine.target.tokenizer) for judge in self.judges.values()]
+        decoder = JointDecoder(engine.target, engine.draft, rules, own.batch_size)
+        points = tuple((rule, each) for rule, name in enumerate(self.judges) for each in self._thresholds(name))
+        size = max(1, _GROUP * own.batch_size // own.samples)
+        for start in range(0, len(pending), size):
+            group = pending[start : start + size]
+            samples = [(p, self._sample(p, i).resume_sampling) for p in group for i in range(own.samples)]
+            rows = [JointRow(problem.prompt, points, own.max_new_tokens, sampling) for problem, sampling in samples]
+            found = decoder.answers(rows)
+            for i, problem in enumerate(group):
+                yield self._record(engine, task, problem, found[i * own.samples :][: own.samples])
+
+    def _record(
+        self, engine: ParseEngine, task: Task, problem: Problem, samples: Sequence[Sequence[JointAnswer]]
+    ) -> Texts:
+        checked: dict[str, bool] = {}
+        answers: list[list[tuple[int, bool]]] = []
+        places: dict[str, list[list[int]]] = {name: [] for name in self.judges}
+        rejected: dict[str, list[list[int]]] = {name: [] for name in self.judges}
+        for sample in samples:
+            known: dict[tuple[int, ...], int] = {}
+            numbers = iter([known.setdefault(tuple(each.ids), len(known)) for each in sample])
+            counts = iter([each.rejected for each in sample])
+            distinct = []
+            for ids in known:
+                answer = decoded_text(engine.target, ids)
+                if answer.finish_reason != "length" and answer.text not in checked:
+                    checked[answer.text] = bool(task.check(problem, answer.text))
+                distinct.append((len(ids), answer.finish_reason != "length" and checked[answer.text]))
+            answers.append(distinct)
+            for name in self.judges:
+                places[name].append([next(numbers) for _ in self._thresholds(name)])
+                rejected[name].append([next(counts) for _ in self._thresholds(name)])
+        return Texts(problem.id, answers, places, rejected)
+
+    def _times(self, engine: ParseEngine, texts: Mapping[str, Texts], pending: Sequence[Problem]) -> Iterator[Times]:
+        target, draft = engine.target, engine.draft
+        engines = {
+            name: ParseEngine.from_models(
+                target,
+                draft,
+                find_rule(judge).load(target.tokenizer),
+                target_drafter=load_token_drafter("draft", target, draft),
+            )
+            for name, judge in self.judges.items()
+        }
+
+        def timed(own: ParseEngine, problem: Problem, settings: GenerationSettings | None) -> tuple[float, float]:
+            own.clear_caches()
+            plain = self._sample(problem, 0)
+            answer = (
+                own.generate_target(problem.prompt, plain)
+                if settings is None
+                else own.generate(problem.prompt, settings)
+            )
+            taken = single(answer)
+            return round(taken.timings.total_s, 4), round(
+                len(taken.token_ids) / max(1, taken.stats.target_forwards), 4
+            )
+
+        def measure(problem: Problem) -> Times:
+            plain, known = self._sample(problem, 0), texts[problem.id].places
+            took: dict[int, tuple[float, float]] = {}
+            first = next(iter(engines.values()))
+            # Without a seed the chains of lossless sampling end where they stop paying.
+            nothing = replace(plain.resume_sampling, seed=None)
+            alone, _ = timed(first, problem, None)
+            lossless = timed(
+                first, problem, self._at(plain, next(iter(self.judges)), 0).override(resume_sampling=nothing)
+            )
+            rules: dict[str, list[tuple[float, float]]] = {}
+            for name, own in engines.items():
+                rules[name] = [lossless]
+                for number, place in enumerate(known[name][0][1:], 1):
+                    if place not in took:
+                        took[place] = timed(own, problem, self._at(plain, name, number))
+                    rules[name].append(took[place])
+            return Times(problem.id, alone, lossless, rules)
+
+        measure(pending[0])  # warm-up, in which the lengths of blocks are learnt
+        for problem in pending:
+            yield measure(problem)
+
+    def _at(self, plain: GenerationSettings, name: str, number: int) -> GenerationSettings:
+        return plain.override(**asdict(self.settings[name].orders[0][number]))
+
+    def _outcome(self, name: str, texts: Texts, times: Times | None) -> Outcome:
+        """One problem as the calibration of one rule counts it; the first point is the target alone."""
+        rights = [
+            [float(answers[place][1]) for place in places]
+            for answers, places in zip(texts.answers, texts.places[name], strict=True)
+        ]
+        lost = [
+            [own[0] - each if self.one.loss == "accuracy" else own[0] * (1 - each) for each in own] for own in rights
+        ]
+        losses = [sum(each) / len(each) for each in zip(*lost, strict=True)]
+        share = sum(own[0] for own in rights) / len(rights)
+        same = [[False] * len(losses)]
+        if times is None:
+            return Outcome(texts.problem_id, share, None, [losses], same, [])
+        seconds, paces = ([list(each)] for each in zip(*times.rules[name], strict=True))
+        return Outcome(texts.problem_id, share, times.target, [losses], same, seconds, paces)
