@@ -25,7 +25,7 @@ from parse_infer.models.environment import describe_run
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 
-_GROUP = 4  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
+_GROUP = 2  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class CalibrationSettings:
             raise CalibrationError(
                 f"majority is {self.majority}: it takes at least 3 samples, and only loss disagreement uses it"
             )
-        if (self.samples > 1) is self.sampling.greedy or self.samples < 1:
-            fits = "1 for greedy answers, which are the same" if self.sampling.greedy else "at least 2"
+        if (self.samples > 1 and self.sampling.greedy) or self.samples < 1:
+            fits = "1 for greedy answers, which are the same" if self.sampling.greedy else "at least 1"
             raise CalibrationError(f"samples is {self.samples}, with {self.sampling}: give {fits}")
         if self.loss == "disagreement" and not self.sampling.greedy:
             raise CalibrationError(
@@ -333,6 +333,8 @@ def _outcome(
 
     @cache
     def unlike(text: str) -> bool:
+        if not (settings.sampling.greedy or settings.samples > 1):
+            return True  # an audit compares answers of other random numbers
         return not audited(alone[-1].text, text)  # an audit has texts alone
 
     def loss(mine: Sequence[Text]) -> float:
