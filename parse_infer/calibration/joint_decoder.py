@@ -22,6 +22,7 @@ from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
+from parse_infer.text.detokenizer import Detokenizer
 from parse_infer.text.prompts import Prompt
 
 
@@ -50,10 +51,18 @@ class JointAnswer:
 
 @dataclass
 class _Branch:
-    """The places in a row's points whose answers have been the same so far; none: the answer has ended."""
+    """An answer of some of a row's points.
+
+    Attributes:
+        places: of these points in the row; none: the answer has ended.
+        text: the answer so far.
+        inside: the target has begun a character, and goes on, as in `speculate`.
+    """
 
     row: int
     places: list[int]
+    text: Detokenizer
+    inside: bool = False
 
 
 class JointDecoder:
@@ -101,7 +110,8 @@ class JointDecoder:
                 starts = [(contexts[id(row.prompt)], row.max_new_tokens) for _, row in arriving]
                 slots = batch.add([decoder.run(context, BatchRow(i, len(context.ids[i]), n)) for i, n in starts])
             for slot, (i, row) in zip(slots, arriving, strict=True):
-                branches[slot : slot + 1] = [_Branch(i, [*range(len(row.points))])]
+                text = Detokenizer(self._models[0].tokenizer)
+                branches[slot : slot + 1] = [_Branch(i, [*range(len(row.points))], text)]
             self._step(batches, branches, rows, found)
             for slot, run in enumerate(batches[0].runs):
                 if run.ended:
@@ -130,25 +140,30 @@ class JointDecoder:
         tokens = proposed.tolist()
         forks: list[tuple[int, int, _Branch]] = []
         for slot, branch in enumerate(branches):
-            row = rows[branch.row]
-            rejected = [p for p in branch.places if validity[row.points[p][0]][slot] < row.points[p][1]]
+            row, inside = rows[branch.row], branch.inside
+            rejected = [p for p in branch.places if inside or validity[row.points[p][0]][slot] < row.points[p][1]]
+            branch.inside = False
             if not rejected:
                 continue
             for place in rejected:
                 found[branch.row][place].rejected += 1
             own = self._own(logits[slot], row.sampling, len(target.runs[slot].written))
-            if own == tokens[slot]:  # drawn
+            ahead = branch.text.fork()
+            ahead.add([own])
+            if own == tokens[slot] and ahead.complete:  # drawn, and so the same answer
                 continue
             if len(rejected) < len(branch.places):
                 branch.places = [place for place in branch.places if place not in rejected]
-                forks.append((slot, own, _Branch(branch.row, rejected)))
+                forks.append((slot, own, _Branch(branch.row, rejected, branch.text.fork(), not ahead.complete)))
             else:
-                tokens[slot] = own
+                tokens[slot], branch.inside = own, not ahead.complete
         slots: list[int] = []
         for batch in batches:
             slots = batch.add([batch.fork(slot) for slot, _, _ in forks])
         for slot, (_, own, branch) in zip(slots, forks, strict=True):
             branches[slot : slot + 1], tokens[slot : slot + 1] = [branch], [own]
+        for branch, token in zip(branches, tokens, strict=True):
+            branch.text.add([token])
         for batch in batches:
             batch.write(tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +53,12 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def loads(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The judges of the engines that were loaded: tiny random models."""
+    """The judges of the engines that were loaded: tiny random models, with many end tokens."""
     loaded: list[str | None] = []
     given = make_engine(noise=0.3)
+    for model in (given.target, given.draft):
+        model.eos_ids = {*model.eos_ids, *range(5, model.n_embeddings, 12)}
+        model.decoder.eos_ids = frozenset(model.eos_ids)
 
     def load(options: ModelOptions) -> ParseEngine:
         loaded.append(options.judge)
@@ -97,6 +101,63 @@ def test_each_rule_is_calibrated_once(pair: Path, loads: list[str | None], capsy
             ratio = sum(each[0] for each in took) / sum(each[place] for each in took)
             assert point["speed"] == pytest.approx(ratio)
         assert rule["points"][rule["lossless"]]["threshold"] > 1 and rule["points"][0]["speed"] == 1.0
+
+
+def jointly(pair: Path, **options: object) -> None:
+    """Let one measurement serve all rules: answers are right if they have a letter of the first half."""
+    rows = [json.loads(line) for line in Path("problems.jsonl").read_text().splitlines()]
+    Path("problems.jsonl").write_text("".join(json.dumps(row | {"reference": "[a-mA-M]"}) + "\n" for row in rows))
+    made = PAIR | {"task_option": ["check_with=regex", "path=problems.jsonl"], "loss": "accuracy", "batch_size": 3}
+    (pair / "pair.yaml").write_text(yaml.safe_dump(made | {"limit": 6, "max_new_tokens": 20} | options))
+    (pair / "fly.yaml").unlink()
+    (pair / "min_p.yaml").write_text("judge: min_p\nthresholds: [0.5, 0.05, 0]\n")
+    (pair / "accept_threshold.yaml").write_text("judge: accept_threshold\nthresholds: [0.02]\n")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"sampling": {"temperature": 1.0}, "samples": 2}], ids=["greedy", "sampled"])
+@pytest.mark.slow
+def test_rules_measured_in_one_lose_what_they_lose_alone(pair: Path, loads: list[str | None], sampling: dict, capsys):
+    jointly(pair, **sampling)
+    assert run(str(pair)) == 0 and loads == ["accept_threshold"], "one engine"
+    together = json.loads((pair / "results.json").read_text())["rules"]
+    assert together["min_p"]["models"]["adapter"] == "min-p" and together["min_p"]["timed"] == 2
+    assert [p["threshold"] for p in together["min_p"]["points"]][1:] == [0.5, 0.05, 0]
+    assert any(point["lost"] for rule in together.values() for point in rule["points"])
+    first = together["min_p"]["points"][0]
+    assert (first["speed"], first["lost"]) == (1.0, 0)
+    texts = Path("runs/comparison/tiny/texts/records.jsonl").read_text().splitlines()
+    assert len(texts) == 6 and run(str(pair)) == 0 and loads == ["accept_threshold"], "and nothing is measured twice"
+    Path("runs/comparison/tiny/texts/records.jsonl").write_text("".join(line + "\n" for line in texts[:4]))
+    Path("runs/comparison/tiny/min_p/options.json").unlink()
+    assert run(str(pair)) == 0, "the rest of an interrupted measurement"
+    assert json.loads((pair / "results.json").read_text())["rules"]["min_p"] == together["min_p"]
+    if not sampling:
+        jointly_alone = yaml.safe_load((pair / "pair.yaml").read_text()) | {"batch_size": 1}
+        (pair / "pair.yaml").write_text(yaml.safe_dump(jointly_alone))
+        shutil.rmtree("runs")
+        assert run(str(pair)) == 0, capsys.readouterr().err
+        alone = json.loads((pair / "results.json").read_text())["rules"]
+        for name in together:
+            mine, theirs = ([point["lost"] for point in rules[name]["points"]] for rules in (together, alone))
+            assert mine == theirs, name
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("min_p.yaml", "judge: min_p\nblocks: [6]\n", "rules differ in judge and thresholds only: see min_p"),
+        ("other.yaml", "adapter: zoo:adapter\n", "rules without training: give other a judge, no adapter"),
+        ("pair.yaml", {"loss": "disagreement"}, "batch_size above 1 needs loss accuracy or lost"),
+        ("pair.yaml", {"blocks": [4, 8]}, "and one length of blocks"),
+    ],
+)
+def test_rules_that_cannot_be_measured_in_one(pair: Path, loads: list[str | None], capsys, file, text, message):
+    jointly(pair, **(text if isinstance(text, dict) else {}))
+    if isinstance(text, str):
+        (pair / file).write_text(text)
+    assert run(str(pair)) == 2 and message in capsys.readouterr().err
+    assert not loads and not Path("runs").exists()
 
 
 def outcome(number: int, losses: list[float], seconds: list[float]) -> Outcome:

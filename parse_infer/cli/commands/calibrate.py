@@ -67,6 +67,20 @@ def calibrate(
             help="Problems on which answers are timed: the target's alone, and each text of PARSE once.",
         ),
     ] = 100,
+    thresholds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,…", help="Thresholds to try, chosen before; default: 34 from 0 to 1. A few cost less."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Answers at a time to problems that are not timed, for a --judge such as min_p with --block-tokens "
+            "auto or a number: faster for large models.",
+        ),
+    ] = 1,
     max_new_tokens: options.MaxNewTokens = 256,
     out: Annotated[str, typer.Option(metavar="DIR", help=options.RESULTS_HELP)] = "runs/calibration",
 ) -> None:
@@ -83,6 +97,7 @@ def calibrate(
       parse-infer calibrate --limit 500
       parse-infer calibrate --adapter runs/judge/adapter --risk 0.05 --limit 1000
       parse-infer calibrate --temperature 0.7 --top-p 0.8 --top-k 20 --loss accuracy --risk 0.05
+      parse-infer calibrate --judge min_p --block-tokens auto --thresholds 0.5,0.2,0.1 --batch-size 32
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """
@@ -105,6 +120,8 @@ def calibrate(
         sampling=sampling,
         samples=samples or (1 if sampling.greedy else 4),
         timed=timed,
+        thresholds=() if thresholds is None else read_numbers(thresholds, "--thresholds"),
+        batch_size=batch_size,
     )
     problems = take_problems(loaded_task, split, seed, limit)
     check_problems(problems, settings)

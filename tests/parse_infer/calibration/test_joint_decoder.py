@@ -1,0 +1,146 @@
+"""Joint decoding: the engine's own answers, many at a time, and the same losses in a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from data_tools.tasks.checkers import same_answer
+from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
+from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.engine import ParseEngine
+from parse_infer.errors import CalibrationError, ModelError
+from parse_infer.files import read_jsonl
+from parse_infer.judge.registry import find_rule
+from parse_infer.settings.acceptance import ACCEPT_NOTHING
+from parse_infer.settings.generation import GenerationSettings
+from parse_infer.settings.sampling import Sampling
+from parse_infer.speculation.registry import load_token_drafter
+from tests.parse_infer.calibration.test_calibration import Problem
+from tests.parse_infer.language_models import printable, reduced_pair
+
+JUDGES = ("min_p", "accept_threshold", "relaxed_acceptance", "typical_acceptance")
+THRESHOLDS = (0.9, 0.3, 0.01)
+PROMPTS = ("Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?")
+N = 16
+
+
+@pytest.fixture
+def pair(make_engine: Callable[..., ParseEngine], request: pytest.FixtureRequest) -> ParseEngine:
+    """Random models, with many end tokens, or they would seldom write one. Sampled answers are of letters: inside a
+    character the engine goes on with the random numbers of the last token."""
+    engine = make_engine(noise=0.3)
+    if "sampled" in request.node.name:
+        for model in (engine.target, engine.draft):
+            printable(model.model, model.tokenizer)
+    for model in (engine.target, engine.draft):
+        model.eos_ids = {*model.eos_ids, *range(5, model.n_embeddings, 25)}
+        model.decoder.eos_ids = frozenset(model.eos_ids)
+    return engine
+
+
+@pytest.fixture
+def engines(pair: ParseEngine) -> list[ParseEngine]:
+    target, draft = pair.target, pair.draft
+    guesses = load_token_drafter("draft", target, draft)
+    rules = [find_rule(judge).load(target.tokenizer) for judge in JUDGES]
+    return [ParseEngine.from_models(target, draft, rule, target_drafter=guesses) for rule in rules]
+
+
+def decoder(engines: list[ParseEngine], batch_size: int) -> JointDecoder:
+    one = engines[0]
+    return JointDecoder(one.target, one.draft, [each.backend.verifier.scorer for each in engines], batch_size)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
+def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampling):
+    """Of every rule, threshold, prompt and seed, in batches of any size."""
+    points = tuple((rule, each) for rule in range(len(engines)) for each in THRESHOLDS)
+    rows = [
+        JointRow(prompt, points, N, sampling if sampling.greedy else replace(sampling, seed=seed))
+        for prompt in PROMPTS
+        for seed in range(1 if sampling.greedy else 2)
+    ]
+    wanted = []
+    for row in rows:
+        plain = GenerationSettings(N, block_tokens=5, adaptive=False, strict_tokens=0, resume_sampling=row.sampling)
+        wanted.append([engines[rule].generate(row.prompt, plain, threshold=each) for rule, each in points])
+    distinct = [len({tuple(answer.token_ids) for answer in answers}) for answers in wanted]
+    assert max(distinct) > 2, f"the points must differ for the test to say something: {distinct}"
+    lengths = {len(answer.token_ids) for answers in wanted for answer in answers}
+    assert len(lengths) > 1, "and some answers must end early"
+    for batch_size in (1, 4, 64):
+        found = decoder(engines, batch_size).answers(rows)
+        for row, answers, own in zip(rows, found, wanted, strict=True):
+            for (rule, threshold), answer, generation in zip(row.points, answers, own, strict=True):
+                assert answer.ids == generation.token_ids, (batch_size, row.prompt, JUDGES[rule], threshold)
+                kept = generation.stats.accepted_tokens
+                assert answer.rejected >= len(answer.ids) - kept, "each target token stands for a rejected one"
+
+
+def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine]):
+    rows = [JointRow(prompt, ((0, ACCEPT_NOTHING), (0, 0.0)), N) for prompt in PROMPTS]
+    for prompt, (alone, drafted) in zip(PROMPTS, decoder(engines, 8).answers(rows), strict=True):
+        assert alone.ids == engines[0].generate_target(prompt, max_new_tokens=N).token_ids
+        assert drafted.ids == engines[0].generate_draft(prompt, max_new_tokens=N).token_ids
+        assert (alone.rejected, drafted.rejected) == (len(alone.ids), 0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+def test_a_calibration_in_batches_counts_the_same_losses(
+    engines: list[ParseEngine], tmp_path: Path, sampling: Sampling
+):
+    problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(12)]
+    records = {}
+    for size in (1, 6):
+        settings = CalibrationSettings(
+            risks=(0.9,),
+            blocks=(5,),
+            loss="disagreement" if sampling.greedy else "lost",
+            max_new_tokens=N,
+            sampling=sampling,
+            samples=1 if sampling.greedy else 2,
+            timed=2,
+            thresholds=(0.5, 0.1, 0.01),
+            batch_size=size,
+        )
+        folder = tmp_path / str(size)
+        calibrate(engines[0], problems, lambda problem, text: len(text) % 2 == 0, same_answer, folder, settings)
+        records[size] = {row["problem_id"]: row for _, row in read_jsonl(folder / "records.jsonl")}
+    for id, row in records[1].items():
+        other = records[6][id]
+        assert (row["target_seconds"] is None) is (other["target_seconds"] is None)
+        if sampling.greedy:
+            assert (other["losses"], other["disagreed"]) == (row["losses"], row["disagreed"]), id
+    assert len(records[6]) == len(problems) and len(records[6]["p0"]["losses"][0]) == 4
+    if sampling.greedy:
+        assert any(row["losses"][0][-1] for row in records[1].values()), "some answers must differ"
+
+
+def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
+    make_model: Callable[..., PreTrainedModel], pair: ParseEngine, tmp_path: Path
+):
+    problems = [Problem(f"p{i}", "Tom has 5 apples.") for i in range(3)]
+    settings = CalibrationSettings(risks=(0.9,), blocks=(5,), loss="disagreement", timed=1, batch_size=4)
+    with pytest.raises(
+        CalibrationError, match=r"batch_size is 4, but this judge reads more than one token.* 1 always"
+    ):
+        calibrate(pair, problems, lambda *_: None, same_answer, tmp_path / "a", settings)
+    rule = find_rule("min_p").load(pair.target.tokenizer)
+    engine = ParseEngine.from_models(pair.target, pair.draft, rule)
+    whole = replace(settings, blocks=("whole",))
+    with pytest.raises(CalibrationError, match=r"batch_size is 4, but a draft is judged whole"):
+        calibrate(engine, problems, lambda *_: None, same_answer, tmp_path / "b", whole)
+    assert not list(tmp_path.iterdir()), "nothing was written"
+    with pytest.raises(CalibrationError, match="batch_size is 0; it must be at least 1"):
+        replace(settings, batch_size=0)
+    fly = find_rule("fly").load(pair.target.tokenizer)
+    with pytest.raises(ModelError, match="reads more than one token"):
+        JointDecoder(pair.target, pair.draft, [fly])
+    other = reduced_pair(make_model)[1]
+    with pytest.raises(ModelError, match="different tokens"):
+        JointDecoder(pair.target, other, [rule])
