@@ -95,7 +95,7 @@ class JointComparison:
             "models": models,
         }
         by_id = {problem.id: problem for problem in problems}
-        texts = RecordStore(self.folder / "texts", config | {"problems": [*by_id]}, Texts, "comparison")
+        texts = RecordStore(self.folder / "texts", config, Texts, "comparison")
         found = run_missing(texts, by_id, lambda pending: self._texts(engine, task, pending), "answers")
         times = RecordStore(
             self.folder / "times", config | {"machine": engine.describe_machine()}, Times, "comparison"

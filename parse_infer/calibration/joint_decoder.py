@@ -18,6 +18,7 @@ from parse_infer.errors import ModelError
 from parse_infer.judge.judge import Scorer
 from parse_infer.judge.rules.rule import RuleJudge
 from parse_infer.judge.token_logprobs import read_logprobs
+from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow
 from parse_infer.models.loading import LanguageModel, same_tokenizer
 from parse_infer.models.token_sampling import distribution, draw, random_generator
@@ -86,6 +87,7 @@ class JointDecoder:
             self._rules.append(scorer)
         if not same_tokenizer(target.tokenizer, draft.tokenizer):
             raise ModelError("draft model and target have different tokens")
+        enable_split_attention(draft.model)  # shared keys and values are not copied
         self._models, self._size = (target, draft), batch_size
 
     @torch.inference_mode()
