@@ -25,7 +25,7 @@ from parse_infer.models.environment import describe_run
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
 
-_GROUP = 2  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
+_GROUP = 3  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class JointComparison:
         rules = [find_rule(judge).load(engine.target.tokenizer) for judge in self.judges.values()]
         decoder = JointDecoder(engine.target, engine.draft, rules, own.batch_size)
         points = tuple((rule, each) for rule, name in enumerate(self.judges) for each in self._thresholds(name))
-        size = max(1, _GROUP * own.batch_size // own.samples)
+        size = max(1, _GROUP * own.batch_size // (own.samples * len(points)))
         for start in range(0, len(pending), size):
             group = pending[start : start + size]
             samples = [(p, self._sample(p, i).resume_sampling) for p in group for i in range(own.samples)]

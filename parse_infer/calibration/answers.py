@@ -89,7 +89,7 @@ def batched(
     """The answers to problems, many at a time. Raises ValueError if this engine has no `JointDecoder`."""
     decoder = joint_decoder(engine, settings)
     points = tuple((0, point.threshold) for point in settings.orders[0])
-    size = max(1, _GROUP * settings.batch_size // settings.samples)
+    size = max(1, _GROUP * settings.batch_size // (settings.samples * len(points)))
     for start in range(0, len(problems), size):
         group = problems[start : start + size]
         rows = [

@@ -71,7 +71,7 @@ class JointDecoder:
     target writes everything, a sampled one has its distribution.
 
     Args:
-        batch_size: number of rows at a time; answers that part add more.
+        batch_size: the most answers at a time, however early those of a row part. It bounds the memory.
 
     Raises:
         ValueError: models with different tokens, or a judge whose verdict depends on more than one token.
@@ -105,8 +105,11 @@ class JointDecoder:
         waiting = deque(enumerate(rows))
         branches: list[_Branch] = []  # by slot
         while waiting or branches:
-            room = max(0, self._size - sum(1 for branch in branches if branch.places))
-            arriving = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            running = sum(len(branch.places) for branch in branches)
+            arriving = []
+            while waiting and (not running or running + len(waiting[0][1].points) <= self._size):
+                arriving.append(waiting.popleft())
+                running += len(arriving[-1][1].points)
             slots: list[int] = []
             for batch, decoder, context in zip(batches, decoders, prefilled, strict=True):
                 starts = [(contexts[id(row.prompt)], row.max_new_tokens) for _, row in arriving]
