@@ -124,7 +124,8 @@ class JointDecoder:
                         found[branches[slot].row][place].ids = run.written
                     branches[slot].places = []
                     batches[1].runs[slot].ended = True
-            if 8 * sum(not branch.places for branch in branches) >= len(branches):
+            # Free slots cost time too, but to remove them copies all keys and values, and answers that part need some.
+            if not waiting and 2 * sum(not branch.places for branch in branches) >= len(branches):
                 branches = [branch for branch in branches if branch.places]
                 for batch in batches:
                     batch.compact()

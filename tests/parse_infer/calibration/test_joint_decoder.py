@@ -16,6 +16,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.errors import CalibrationError, ModelError
 from parse_infer.files import read_jsonl
 from parse_infer.judge.registry import find_rule
+from parse_infer.models.batch_decoder import Batch
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
@@ -57,8 +58,10 @@ def decoder(engines: list[ParseEngine], batch_size: int) -> JointDecoder:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
-def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampling):
+def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampling, monkeypatch: pytest.MonkeyPatch):
     """Of every rule, threshold, prompt and seed, in batches of any size."""
+    widths, logits = [], Batch.logits
+    monkeypatch.setattr(Batch, "logits", lambda batch: widths.append(len(batch.runs)) or logits(batch))
     points = tuple((rule, each) for rule in range(len(engines)) for each in THRESHOLDS)
     rows = [
         JointRow(prompt, points, N, sampling if sampling.greedy else replace(sampling, seed=seed))
@@ -74,7 +77,9 @@ def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampl
     lengths = {len(answer.token_ids) for answers in wanted for answer in answers}
     assert len(lengths) > 1, "and some answers must end early"
     for batch_size in (1, 4, 64):
+        widths.clear()
         found = decoder(engines, batch_size).answers(rows)
+        assert max(widths) <= max(batch_size, len(points)), "the memory is bounded"
         for row, answers, own in zip(rows, found, wanted, strict=True):
             for (rule, threshold), answer, generation in zip(row.points, answers, own, strict=True):
                 assert answer.ids == generation.token_ids, (batch_size, row.prompt, JUDGES[rule], threshold)
