@@ -83,11 +83,21 @@ def test_parse_writes_the_same_spans_with_and_without_drafters(engine, prompts, 
 def test_an_adapter_has_the_name_by_which_its_calibration_knows_it(name):
     """Also as loaded: a new field of the configuration must not change it."""
     files = read_adapter(resolve(name))
-    (calibration,) = find_calibrations(None, files.folder, "local")
+    calibration, *_ = find_calibrations(None, files.folder, "local")
     loaded = ValidityConfig.from_dict(files.validity_config).to_dict()
     head = {key: value.float() if value.is_floating_point() else value for key, value in files.head.items()}
     found = {files.fingerprint, judge_fingerprint((files.peft_config, loaded), (files.tensors, head))}
     assert found == {calibration.models["adapter"]}
+
+
+@pytest.mark.parametrize("name", ["zoo:adapter", "zoo:smollm2-adapter"])
+def test_an_adapters_default_threshold_keeps_a_promise(name):
+    files = read_adapter(resolve(name))
+    default = files.validity_config["threshold"]
+    greedy, *sampled = find_calibrations(None, files.folder, "local")
+    assert greedy.sampling.greedy and default == greedy.setting(0.05).setting.threshold
+    for each in sampled:
+        assert each.setting(0.05).setting.threshold <= default, f"the default loses more than 5 % at {each.sampling}"
 
 
 @pytest.mark.slow
