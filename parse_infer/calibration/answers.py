@@ -112,7 +112,7 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
             raise ModelError("the models are on servers")
         if "whole" in settings.blocks or settings.acceptance != "first_failure":
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
-        return JointDecoder(engine.target, engine.draft, [engine.backend.verifier.scorer], settings.batch_size)
+        return JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
     except ModelError as error:
         raise CalibrationError(f"batch_size is {settings.batch_size}, but {error}; 1 always works") from None
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from parse_infer.errors import ModelError
-from parse_infer.judge.judge import Scorer
 from parse_infer.judge.rules.rule import RuleJudge
 from parse_infer.judge.token_logprobs import read_logprobs
 from parse_infer.models.attention import enable_split_attention
@@ -78,13 +77,13 @@ class JointDecoder:
     """
 
     def __init__(
-        self, target: LanguageModel, draft: LanguageModel, scorers: Sequence[Scorer], batch_size: int = 32
+        self, target: LanguageModel, draft: LanguageModel, judges: Sequence[object], batch_size: int = 32
     ) -> None:
         self._rules: list[RuleJudge] = []
-        for scorer in scorers:
-            if not isinstance(scorer, RuleJudge) or scorer.looks_ahead:
+        for judge in judges:
+            if not isinstance(judge, RuleJudge) or judge.looks_ahead:
                 raise ModelError("this judge reads more than one token: only rules such as min_p do not")
-            self._rules.append(scorer)
+            self._rules.append(judge)
         if not same_tokenizer(target.tokenizer, draft.tokenizer):
             raise ModelError("draft model and target have different tokens")
         enable_split_attention(draft.model)  # shared keys and values are not copied

@@ -54,7 +54,7 @@ def engines(pair: ParseEngine) -> list[ParseEngine]:
 
 def decoder(engines: list[ParseEngine], batch_size: int) -> JointDecoder:
     one = engines[0]
-    return JointDecoder(one.target, one.draft, [each.backend.verifier.scorer for each in engines], batch_size)
+    return JointDecoder(one.target, one.draft, [each.backend.judge for each in engines], batch_size)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
