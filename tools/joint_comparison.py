@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,6 @@ from parse_infer.judge.registry import find_rule
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
-
-_GROUP = 3  # batches of answers that are decoded together: the last answers of a group end in ever smaller batches
 
 
 @dataclass(frozen=True)
@@ -135,14 +134,13 @@ class JointComparison:
         rules = [find_rule(judge).load(engine.target.tokenizer) for judge in self.judges.values()]
         decoder = JointDecoder(engine.target, engine.draft, rules, own.batch_size)
         points = tuple((rule, each) for rule, name in enumerate(self.judges) for each in self._thresholds(name))
-        size = max(1, _GROUP * own.batch_size // (own.samples * len(points)))
-        for start in range(0, len(pending), size):
-            group = pending[start : start + size]
-            samples = [(p, self._sample(p, i).resume_sampling) for p in group for i in range(own.samples)]
-            rows = [JointRow(problem.prompt, points, own.max_new_tokens, sampling) for problem, sampling in samples]
-            found = decoder.answers(rows)
-            for i, problem in enumerate(group):
-                yield self._record(engine, task, problem, found[i * own.samples :][: own.samples])
+        samples = [
+            (problem, self._sample(problem, i).resume_sampling) for problem in pending for i in range(own.samples)
+        ]
+        rows = [JointRow(problem.prompt, points, own.max_new_tokens, sampling) for problem, sampling in samples]
+        found = decoder.answers(rows)
+        for problem in pending:
+            yield self._record(engine, task, problem, list(islice(found, own.samples)))
 
     def _record(
         self, engine: ParseEngine, task: Task, problem: Problem, samples: Sequence[Sequence[JointAnswer]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from parse_infer.calibration.held_out import HasPrompt
     from parse_infer.calibration.measure import CalibrationSettings
     from parse_infer.engine import ParseEngine
-
-_GROUP = 4  # answers that are prepared together, in batches: the last of a group end in ever smaller ones
 
 
 class Text(Protocol):
@@ -89,20 +88,19 @@ def batched(
     """The answers to problems, many at a time. Raises ValueError if this engine has no `JointDecoder`."""
     decoder = joint_decoder(engine, settings)
     points = tuple((0, point.threshold) for point in settings.orders[0])
-    size = max(1, _GROUP * settings.batch_size // (settings.samples * len(points)))
-    for start in range(0, len(problems), size):
-        group = problems[start : start + size]
-        rows = [
-            JointRow(problem.prompt, points, settings.max_new_tokens, sample.resume_sampling)
-            for problem in group
-            for sample in (settings.generation(problem.id, i) for i in range(settings.samples))
+    rows = [
+        JointRow(problem.prompt, points, settings.max_new_tokens, sample.resume_sampling)
+        for problem in problems
+        for sample in (settings.generation(problem.id, i) for i in range(settings.samples))
+    ]
+    found = decoder.answers(rows)
+    for problem in problems:
+        texts = [
+            [decoded_text(engine.target, answer.ids) for answer in sample]
+            for sample in islice(found, settings.samples)
         ]
-        found = decoder.answers(rows)
-        for i, problem in enumerate(group):
-            samples = found[i * settings.samples :][: settings.samples]
-            texts = [[decoded_text(engine.target, answer.ids) for answer in sample] for sample in samples]
-            order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
-            yield problem, Answers(order[0], [order] * len(settings.orders))
+        order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
+        yield problem, Answers(order[0], [order] * len(settings.orders))
 
 
 def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDecoder:

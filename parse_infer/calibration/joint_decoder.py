@@ -8,7 +8,7 @@ Answers of several rules and thresholds part where their texts do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ from parse_infer.models.token_sampling import distribution, draw, random_generat
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.detokenizer import Detokenizer
 from parse_infer.text.prompts import Prompt
+
+_GROUP = 4  # batches whose prompts are prefilled together: the last answers of a group decode in a smaller one
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,20 @@ class JointDecoder:
         enable_split_attention(draft.model)  # shared keys and values are not copied
         self._models, self._size = (target, draft), batch_size
 
+    def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer]]:
+        """Yield the answers of each row in order, one for each of its points."""
+        size = max(1, _GROUP * self._size // max((len(row.points) for row in rows), default=1))
+        for start in range(0, len(rows), size):
+            yield from self._group(rows[start : start + size])
+
     @torch.inference_mode()
-    def answers(self, rows: Sequence[JointRow]) -> list[list[JointAnswer]]:
-        """The answers of each row, one for each of its points."""
+    def _group(self, rows: Sequence[JointRow]) -> list[list[JointAnswer]]:
+        """The answers of rows whose prompts are prefilled together."""
         found = [[JointAnswer() for _ in row.points] for row in rows]
         prompts = {id(row.prompt): row.prompt for row in rows}
         contexts = dict(zip(prompts, range(len(prompts)), strict=True))
-        decoders = [BatchDecoder(lm.model, lm.eos_ids, self._size, lm.decoder.fast) for lm in self._models]
+        ends = self._models[0].eos_ids
+        decoders = [BatchDecoder(lm.model, ends, self._size, lm.decoder.fast) for lm in self._models]
         prefilled = [
             decoder.prefill([lm.render(prompt) for prompt in prompts.values()])
             for decoder, lm in zip(decoders, self._models, strict=True)
@@ -122,7 +131,6 @@ class JointDecoder:
                     for place in branches[slot].places:
                         found[branches[slot].row][place].ids = run.written
                     branches[slot].places = []
-                    batches[1].runs[slot].ended = True
             # Free slots cost time too, but to remove them copies all keys and values, and answers that part need some.
             if not waiting and 2 * sum(not branch.places for branch in branches) >= len(branches):
                 branches = [branch for branch in branches if branch.places]

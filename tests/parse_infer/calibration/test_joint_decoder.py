@@ -78,7 +78,7 @@ def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampl
     assert len(lengths) > 1, "and some answers must end early"
     for batch_size in (1, 4, 64):
         widths.clear()
-        found = decoder(engines, batch_size).answers(rows)
+        found = list(decoder(engines, batch_size).answers(rows))
         assert max(widths) <= max(batch_size, len(points)), "the memory is bounded"
         for row, answers, own in zip(rows, found, wanted, strict=True):
             for (rule, threshold), answer, generation in zip(row.points, answers, own, strict=True):
