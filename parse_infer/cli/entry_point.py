@@ -19,7 +19,10 @@ APP_OPTIONS: dict[str, Any] = {
     "rich_markup_mode": None,
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "context_settings": {
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # options as recipes spell them are the same
+    },
 }
 # typer does not export this class, and its module has moved between versions.
 _ClickException: type[Exception] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

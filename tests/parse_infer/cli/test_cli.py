@@ -66,6 +66,26 @@ def test_help_shows_commands_and_examples(capsys):
         assert "Examples:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("run", "command"),
+    [
+        (main, ["generate", "x", "--max-new-tokens", "0"]),
+        (main, ["generate", "x", "--acceptance", "first_failure", "--block-tokens", "0"]),
+        (train_main, ["recipes/train-logprob.yaml", "--num-train-epochs", "many"]),
+        (data_main, ["plan", "recipes/data.yaml", "--max-draft-tokens", "many"]),
+    ],
+)
+def test_commands_take_options_as_recipes_and_as_command_lines_spell_them(run, command, capsys):
+    """The error of a wrong value, which is not that of an unknown option."""
+    other = [f"--{each[2:].replace('-', '_')}" if each.startswith("--") else each for each in command]
+    assert other != command
+    errors = []
+    for arguments in (command, other):
+        assert run(arguments) == 2, capsys.readouterr().err
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1] and "such option" not in errors[0]
+
+
 def test_help_loads_no_torch():
     code = (
         "import sys; from parse_infer.cli.app import main\n"
