@@ -18,6 +18,7 @@ from parse_infer.evaluation.statistics import difference_interval, ratio_interva
 from parse_infer.settings.acceptance import describe_threshold
 
 _HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here, %", "over lossless", "over the target alone")
+_POINTS = ("rule", "threshold", "lost here, %", "tokens per forward", "over lossless", "over the target alone")
 _COLOURS = ("#1b7837", "#b2611d", "#2166ac", "#d6604d", "#8073ac", "#35978f", "#c51b7d", "#666666")
 _MARKERS = "os^vDPX*"
 
@@ -28,7 +29,8 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
     - lost: mean loss;
     - speed, if answers were timed: mean time of lossless speculation over mean time of this point, in the same run on
       the same problems. Lossless is the fastest point whose threshold accepts nothing;
-    - speedup, likewise: mean time of the target alone over mean time of this point.
+    - speedup, likewise: mean time of the target alone over mean time of this point;
+    - pace: mean tokens per forward of the target, if the records have them.
     """
     settings = [tried.setting for tried in calibration.tried]
     losses = np.array([list(itertools.chain(*outcome.losses)) for outcome in outcomes], dtype=np.float64)
@@ -47,6 +49,10 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
             values, intervals = theirs.sum(0) / seconds.sum(0), ratio_intervals(theirs, seconds).tolist()
             for point, value, interval in zip(points, values.tolist(), intervals, strict=True):
                 point |= {name: value, f"{name}_ci": interval}
+        if all(outcome.tokens_per_forward for outcome in timed):
+            paces = np.array([list(itertools.chain(*outcome.tokens_per_forward)) for outcome in timed])
+            for point, pace in zip(points, paces.mean(0).tolist(), strict=True):
+                point["pace"] = pace
     return {
         "problems": len(outcomes),
         "timed": len(timed),
@@ -77,6 +83,22 @@ def markdown(results: dict[str, Any]) -> str:
         for risk, place in rule["promises"].items():
             cells = ["not proven", *["-"] * 4] if place is None else _cells(rule["points"][place])
             rows.append((label(name, rule), f"{100 * float(risk):g}", *cells))
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), ""])
+
+
+def markdown_of_points(results: dict[str, Any]) -> str:
+    """The table of all operating points, for rules with few of them."""
+    rows = [_POINTS, tuple(["---"] * len(_POINTS))]
+    for name, rule in results["rules"].items():
+        for point in rule["points"]:
+            threshold, _, lost, *times = _cells(point)
+            rows.append(
+                (label(name, rule), threshold, lost, f"{point['pace']:.1f}" if "pace" in point else "-", *times)
+            )
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), ""])
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
     rules = results["rules"].values()
     sizes = sorted({f"{rule['problems']} problems, {rule['timed']} timed" for rule in rules})
     losses = sorted({f"{rule['loss']} ({LOSSES.get(rule['loss'], rule['loss'])})" for rule in rules})
@@ -87,7 +109,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     if len({str(rule["machine"]) for rule in rules}) > 1:
         notes.append("The rules were timed on different machines.")
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes, ""])
+    return notes
 
 
 def _cells(point: dict[str, Any]) -> list[str]:

@@ -18,7 +18,8 @@ For a comparison of judges (`tools.judge_ladder`):
 
 For a comparison of rules (`tools.comparison`):
 
-- rules: one row per rule and promise.
+- rules: one row per rule and promise;
+- points: one row per rule and operating point.
 
 For calibrations:
 
@@ -47,7 +48,7 @@ from parse_infer.evaluation.tables import (
 )
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
-from tools.comparison_results import markdown
+from tools.comparison_results import markdown, markdown_of_points
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
@@ -119,9 +120,10 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
     if kind == "ladder":
         results = read_results(path, needed=("environment", "rungs", "wrong_drafts", "auroc_of_length"))
         return [*_ladder(results["rungs"]), "", _origin_of_ladder(results)]
-    if kind == "rules":
+    if kind in ("rules", "points"):
         results = read_results(path, needed=("environment", "rules"))
-        return [*markdown(results).rstrip().split("\n"), "", _origin_of_rules(results)]
+        shown = markdown(results) if kind == "rules" else markdown_of_points(results)
+        return [*shown.rstrip().split("\n"), "", _origin_of_rules(results)]
     if kind == "simulation":
         results = read_results(path, needed=("environment", "rows"))
         return [*_simulation(results["rows"]), "", _origin_of_simulation(results["environment"])]
@@ -129,7 +131,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         results = read_results(path, needed=("environment", "rows"))
         return [*_splits(results["rows"]), "", _origin_of_splits(results["environment"])]
     if kind not in _KINDS:
-        known = [*_KINDS, "headline", "clients", "ladder", "rules", "simulation", "splits"]
+        known = [*_KINDS, "headline", "clients", "ladder", "points", "rules", "simulation", "splits"]
         raise ValueError(f"unknown table {kind!r}; {suggestion(kind, known)}")
     results = read_results(path)
     return [*_KINDS[kind](results), "", _origin(results["environment"])]
@@ -231,7 +233,8 @@ def _origin_of_rules(results: dict[str, Any]) -> str:
     options, machine, made = first["options"], first["machine"], results["environment"]
     return (
         f"{options['task']}, {options['split']} split, seed {options['seed']}; {machine['cpu']}, {machine['threads']} "
-        f"thread, {first['models']['dtype']}; `{made['command']}`, {made['date'][:10]}."
+        f"thread{'' if machine['threads'] == 1 else 's'}, {first['models']['dtype']}; `{made['command']}`, "
+        f"{made['date'][:10]}."
     )
 
 

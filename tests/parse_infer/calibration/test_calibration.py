@@ -191,7 +191,10 @@ def test_samples_and_losses_that_make_no_sense_together():
     for changes, message in [
         ({"samples": 2}, "samples is 2, with greedy answers: give 1"),
         ({"sampling": Sampling(0.7)}, "loss disagreement needs greedy answers: at temperature 0.7"),
-        ({"sampling": Sampling(0.7), "loss": "lost"}, "samples is 1, with temperature 0.7: give at least 2"),
+        (
+            {"sampling": Sampling(0.7), "loss": "lost", "samples": 0},
+            "samples is 0, with temperature 0.7: give at least 1",
+        ),
     ]:
         settings = {"samples": 4, **changes} if "loss disagreement" in message else changes
         with pytest.raises(ValueError, match=re.escape(message)):
