@@ -128,6 +128,14 @@ class Run:
         rows = read_jsonl(self.folder / "records.jsonl")
         return [Outcome(**{name: row[name] for name in names if name in row}) for _, row in rows]
 
+    def results(self) -> dict[str, Any]:
+        """What the table and the figure show of a rule that has been measured."""
+        config = read_json(self.folder / "config.json", "calibrate again")
+        found = summarise(self.outcomes(), load_calibrations(self.folder / FILE)[0])
+        for point, sizes in zip(found["points"], config.get("sizes", ()), strict=False):  # of a joint measurement
+            point |= sizes
+        return {"options": self.options, "machine": config.get("machine"), **found}
+
 
 def read_runs(folder: Path) -> list[Run]:
     """The rules of a folder, by name. Raises OSError or ValueError for missing or wrong files."""
@@ -148,10 +156,10 @@ def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
     comparison = JointComparison(rules, folder)
     task, problems, where = first.open_problems()
     with first.models.load() as engine:
-        for name, (outcomes, calibration) in comparison.measure(engine, task, problems, where).items():
+        for name, (outcomes, calibration, sizes) in comparison.measure(engine, task, problems, where).items():
             run = next(run for run in runs if run.name == name)
             run.folder.mkdir(parents=True, exist_ok=True)
-            write_json(run.folder / "config.json", {"machine": engine.describe_machine()})
+            write_json(run.folder / "config.json", {"machine": engine.describe_machine(), "sizes": sizes})
             records = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
             write_text(run.folder / "records.jsonl", records)
             run.save(calibration)
@@ -177,14 +185,7 @@ def compare(
             print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
     if not done:
         raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
-    rules = {
-        run.name: {
-            "options": run.options,
-            "machine": read_json(run.folder / "config.json", "calibrate again").get("machine"),
-            **summarise(run.outcomes(), load_calibrations(run.folder / FILE)[0]),
-        }
-        for run in done
-    }
+    rules = {run.name: run.results() for run in done}
     made = {"date": describe_run()["date"], "command": f"{COMMAND} {pair}", "pair": pair.name}
     results = {"environment": made, "rules": rules}
     write_json(pair / "results.json", results)

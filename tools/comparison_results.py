@@ -18,7 +18,16 @@ from parse_infer.evaluation.statistics import difference_interval, ratio_interva
 from parse_infer.settings.acceptance import describe_threshold
 
 _HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here, %", "over lossless", "over the target alone")
-_POINTS = ("rule", "threshold", "lost here, %", "tokens per forward", "over lossless", "over the target alone")
+_POINTS = (
+    "rule",
+    "threshold",
+    "lost here, %",
+    "tokens",
+    "the target's own, %",
+    "tokens per forward",
+    "over lossless",
+    "over the target alone",
+)
 _COLOURS = ("#1b7837", "#b2611d", "#2166ac", "#d6604d", "#8073ac", "#35978f", "#c51b7d", "#666666")
 _MARKERS = "os^vDPX*"
 
@@ -92,10 +101,13 @@ def markdown_of_points(results: dict[str, Any]) -> str:
     for name, rule in results["rules"].items():
         for point in rule["points"]:
             threshold, _, lost, *times = _cells(point)
-            rows.append(
-                (label(name, rule), threshold, lost, f"{point['pace']:.1f}" if "pace" in point else "-", *times)
-            )
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), ""])
+            sizes = ["-", "-"]
+            if "tokens" in point:
+                sizes = [f"{point['tokens']:.0f}", f"{100 * point['written'] / point['tokens']:.1f}"]
+            pace = f"{point['pace']:.1f}" if "pace" in point else "-"
+            rows.append((label(name, rule), threshold, lost, *sizes, pace, *times))
+    meant = "Tokens are those of an answer. The target's own are those that it wrote in place of a draft token."
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), meant, ""])
 
 
 def _notes(results: dict[str, Any]) -> list[str]:

@@ -81,8 +81,8 @@ class JointComparison:
 
     def measure(
         self, engine: ParseEngine, task: Task, problems: Sequence[Problem], where: str
-    ) -> dict[str, tuple[list[Outcome], Calibration]]:
-        """Decode and time what is missing; return the records and the calibration of each rule."""
+    ) -> dict[str, tuple[list[Outcome], Calibration, list[dict[str, float]]]]:
+        """Decode and time what is missing; return the records, the calibration and the `sizes` of each rule."""
         own, models = self.one, engine.describe()
         config: dict[str, Any] = {
             "rules": self.judges,
@@ -120,8 +120,23 @@ class JointComparison:
             outcomes = [self._outcome(name, texts, times.records.get(texts.problem_id)) for texts in found]
             judge = find_rule(self.judges[name]).load(engine.target.tokenizer)
             of_rule = replace(calibration, models=models | {"adapter": judge.fingerprint})
-            results[name] = outcomes, certify(of_rule, outcomes, self.settings[name])
+            results[name] = outcomes, certify(of_rule, outcomes, self.settings[name]), self.sizes(name, found)
         return results
+
+    def sizes(self, name: str, found: Sequence[Texts]) -> list[dict[str, float]]:
+        """For each operating point, the mean number of tokens of an answer, and of those that the target wrote."""
+        answers = sum(len(texts.answers) for texts in found)
+        sizes = []
+        for point in range(len(self._thresholds(name))):
+            tokens = written = 0
+            for texts in found:
+                for distinct, places, rejected in zip(
+                    texts.answers, texts.places[name], texts.rejected[name], strict=True
+                ):
+                    tokens += distinct[places[point]][0]
+                    written += rejected[point]
+            sizes.append({"tokens": tokens / answers, "written": written / answers})
+        return sizes
 
     def _thresholds(self, name: str) -> list[float]:
         return [point.threshold for point in self.settings[name].orders[0]]

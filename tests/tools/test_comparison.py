@@ -125,6 +125,8 @@ def test_rules_measured_in_one_lose_what_they_lose_alone(pair: Path, loads: list
     assert any(point["lost"] for rule in together.values() for point in rule["points"])
     first = together["min_p"]["points"][0]
     assert (first["speed"], first["lost"]) == (1.0, 0) and all(p["pace"] > 0 for p in together["min_p"]["points"])
+    sizes = [(p["tokens"], p["written"]) for p in together["min_p"]["points"]]
+    assert sizes[0][0] == sizes[0][1] and sizes[-1][1] == 0 and all(written <= tokens for tokens, written in sizes)
     texts = Path("runs/comparison/tiny/texts/records.jsonl").read_text().splitlines()
     assert len(texts) == 6 and run(str(pair)) == 0 and loads == ["accept_threshold"], "and nothing is measured twice"
     Path("runs/comparison/tiny/texts/records.jsonl").write_text("".join(line + "\n" for line in texts[:4]))

@@ -201,6 +201,31 @@ def test_samples_and_losses_that_make_no_sense_together():
             replace(SETTINGS, **settings)
 
 
+def test_one_sample_differs_and_lossless_sampling_is_timed_without_its_seed(engine: ParseEngine, tmp_path: Path):
+    """An audit compares answers of other random numbers. A seed fixes the lengths of lossless chains."""
+    for model in (engine.target, engine.draft):  # or a random model would seldom end an answer
+        model.eos_ids = {*model.eos_ids, *range(5, model.n_embeddings, 12)}
+        model.decoder.eos_ids = frozenset(model.eos_ids)
+    seeds: dict[bool, set[bool]] = {True: set(), False: set()}
+    generate = engine.generate
+
+    def watched(prompt: str, settings: GenerationSettings) -> object:
+        if engine.pair_wrapper is None:  # timed
+            seeds[settings.threshold > 1].add(settings.resume_sampling.seed is None)
+        return generate(prompt, settings)
+
+    engine.generate = watched
+    settings = replace(
+        SETTINGS, risks=(0.5, 0.9), loss="accuracy", sampling=Sampling(0.8), timed=1, thresholds=(0.5, 0.0)
+    )
+    problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(11)]
+    folder = tmp_path / "one"
+    calibrate(engine, problems, lambda problem, text: len(text) % 2 == 0, same_answer, folder, settings)
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    assert rows and all(all(row["disagreed"][0]) for row in rows)
+    assert seeds == {True: {True}, False: {False}}
+
+
 def test_the_order_goes_from_nothing_to_everything():
     orders = candidates()
     assert [order[0].block_tokens for order in orders] == ["whole", "auto"]

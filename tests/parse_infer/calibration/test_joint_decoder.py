@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from data_tools.tasks.checkers import same_answer
@@ -25,7 +26,7 @@ from tests.parse_infer.calibration.test_calibration import Problem
 from tests.parse_infer.language_models import printable, reduced_pair
 
 JUDGES = ("min_p", "accept_threshold", "relaxed_acceptance", "typical_acceptance")
-THRESHOLDS = (0.9, 0.3, 0.01)
+THRESHOLDS = (1.0, 0.9, 0.3, 0.01)
 PROMPTS = ("Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?")
 N = 16
 
@@ -87,12 +88,51 @@ def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampl
                 assert answer.rejected >= len(answer.ids) - kept, "each target token stands for a rejected one"
 
 
-def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine]):
+def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
+    widths, logits = [], Batch.logits
+    monkeypatch.setattr(Batch, "logits", lambda batch: widths.append(len(batch.runs)) or logits(batch))
     rows = [JointRow(prompt, ((0, ACCEPT_NOTHING), (0, 0.0)), N) for prompt in PROMPTS]
-    for prompt, (alone, drafted) in zip(PROMPTS, decoder(engines, 8).answers(rows), strict=True):
+    for prompt, (alone, drafted) in zip(PROMPTS, decoder(engines, 2).answers(rows), strict=True):
         assert alone.ids == engines[0].generate_target(prompt, max_new_tokens=N).token_ids
         assert drafted.ids == engines[0].generate_draft(prompt, max_new_tokens=N).token_ids
         assert (alone.rejected, drafted.rejected) == (len(alone.ids), 0)
+    assert max(widths) == 2, "a row waits until all of its answers have room"
+
+
+def test_a_character_that_the_target_begins_it_ends(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
+    """As in the engine's loop: whatever the rule would keep there."""
+    two = engines[0].target.tokenizer.encode("é", add_special_tokens=False)
+    assert len(two) == 2
+    for prompt in PROMPTS:
+        places: list[int] = []
+
+        def own(self: JointDecoder, logits: object, sampling: Sampling, place: int, places=places) -> int:
+            places.append(place)
+            return two[(len(places) - 1) % 2]
+
+        monkeypatch.setattr(JointDecoder, "_own", own)
+        rule = engines[0].backend.judge
+        monkeypatch.setattr(type(rule), "validity_of_each", lambda self, found: torch.ones(len(found.ids)))
+        (answers,) = decoder(engines[:1], 4).answers([JointRow(prompt, ((0, 0.5),), N)])
+        assert places == [] and answers[0].rejected == 0, "everything is kept"
+        once = iter([torch.zeros(1)])
+        monkeypatch.setattr(type(rule), "validity_of_each", lambda self, found, once=once: next(once, torch.ones(1)))
+        (answers,) = decoder(engines[:1], 4).answers([JointRow(prompt, ((0, 0.5),), N)])
+        assert places == [0, 1] and answers[0].ids[:2] == two, "one token is rejected, and the target writes two"
+
+
+def test_answers_that_stay_the_same_are_decoded_once(
+    make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch
+):
+    """Although the target draws its own token at one point, and a rule keeps the same one at the other."""
+    engine = make_engine(noise=0)
+    widths, logits = [], Batch.logits
+    monkeypatch.setattr(Batch, "logits", lambda batch: widths.append(len(batch.runs)) or logits(batch))
+    rule = find_rule("min_p").load(engine.target.tokenizer)
+    rows = [JointRow(prompt, ((0, ACCEPT_NOTHING), (0, 0.5)), N) for prompt in PROMPTS]
+    for alone, drafted in JointDecoder(engine.target, engine.draft, [rule]).answers(rows):
+        assert alone.ids == drafted.ids and (alone.rejected, drafted.rejected) == (len(alone.ids), 0)
+    assert max(widths) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
