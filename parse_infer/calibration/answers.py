@@ -112,7 +112,9 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
         return JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
     except ModelError as error:
-        raise CalibrationError(f"batch_size is {settings.batch_size}, but {error}; 1 always works") from None
+        raise CalibrationError(
+            f"batch_size is {settings.batch_size}, but {error}; a batch_size of 1 always works"
+        ) from None
 
 
 def single(found: Generation | list[Generation]) -> Generation:

@@ -2,7 +2,7 @@
 
 The draft model proposes one token, which a rule keeps or the target replaces. So an answer has the text that blocks of
 any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
-Answers of several rules and thresholds part where their texts do.
+Answers under several rules and thresholds are decoded once until their texts differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class JointDecoder:
     target writes everything, a sampled one has its distribution.
 
     Args:
-        batch_size: the most answers at a time, however early those of a row part. It bounds the memory.
+        batch_size: maximum number of concurrent answers, even if those of a row differ from the start. It bounds the
+            memory. A single row may exceed it.
 
     Raises:
         ValueError: models with different tokens, or a judge whose verdict depends on more than one token.
@@ -84,7 +85,7 @@ class JointDecoder:
         self._rules: list[RuleJudge] = []
         for judge in judges:
             if not isinstance(judge, RuleJudge) or judge.looks_ahead:
-                raise ModelError("this judge reads more than one token: only rules such as min_p do not")
+                raise ModelError("this judge reads more than one token: give a rule such as min_p")
             self._rules.append(judge)
         if not same_tokenizer(target.tokenizer, draft.tokenizer):
             raise ModelError("draft model and target have different tokens")
@@ -131,7 +132,7 @@ class JointDecoder:
                     for place in branches[slot].places:
                         found[branches[slot].row][place].ids = run.written
                     branches[slot].places = []
-            # Free slots cost time too, but to remove them copies all keys and values, and answers that part need some.
+            # Removing slots copies all keys and values, and answers that split need free slots.
             if not waiting and 2 * sum(not branch.places for branch in branches) >= len(branches):
                 branches = [branch for branch in branches if branch.places]
                 for batch in batches:

@@ -77,8 +77,8 @@ def calibrate(
         int,
         typer.Option(
             min=1,
-            help="Answers at a time to problems that are not timed, for a --judge such as min_p with --block-tokens "
-            "auto or a number: faster for large models.",
+            help="Maximum number of answers decoded together, on problems that are not timed: faster for large models. "
+            "Needs a --judge such as min_p, and --block-tokens auto or a number.",
         ),
     ] = 1,
     max_new_tokens: options.MaxNewTokens = 256,

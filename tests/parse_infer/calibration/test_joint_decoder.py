@@ -172,7 +172,7 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
     problems = [Problem(f"p{i}", "Tom has 5 apples.") for i in range(3)]
     settings = CalibrationSettings(risks=(0.9,), blocks=(5,), loss="disagreement", timed=1, batch_size=4)
     with pytest.raises(
-        CalibrationError, match=r"batch_size is 4, but this judge reads more than one token.* 1 always"
+        CalibrationError, match=r"batch_size is 4, but this judge reads more than one token.* of 1 always"
     ):
         calibrate(pair, problems, lambda *_: None, same_answer, tmp_path / "a", settings)
     rule = find_rule("min_p").load(pair.target.tokenizer)
