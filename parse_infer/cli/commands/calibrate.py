@@ -77,8 +77,8 @@ def calibrate(
         int,
         typer.Option(
             min=1,
-            help="Maximum number of answers decoded together, on problems that are not timed: faster for large models. "
-            "Needs a --judge such as min_p, and --block-tokens auto or a number.",
+            help="Maximum number of answers decoded together, on problems that are not timed. Faster for large "
+            "models. Needs a --judge such as min_p, and --block-tokens auto or a number.",
         ),
     ] = 1,
     max_new_tokens: options.MaxNewTokens = 256,
