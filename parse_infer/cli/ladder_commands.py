@@ -28,6 +28,7 @@ class Situation:
         references: whether the prompts have references.
         adapter: of the target; None: not yet.
         placement: options of device and number type.
+        answers: options of chat template and length of answers.
     """
 
     target: str
@@ -37,6 +38,7 @@ class Situation:
     sampling: Sampling
     adapter: str | None = None
     placement: Sequence[str] = ()
+    answers: Sequence[str] = ()
 
     @property
     def embedded(self) -> bool:
@@ -59,7 +61,8 @@ class Situation:
 
     def next_commands(self, step: Step) -> list[Commands]:
         """Return the commands up to the step after this one."""
-        common = ["--target", self.target, "--draft", self.draft, *self.placement, *self._problems, *self._sampled]
+        common = ["--target", self.target, "--draft", self.draft, *self.placement, *self.answers]
+        common += [*self._problems, *self._sampled]
         measure = [*("bench", *common, "--split", "validation", "--limit", "30")]
         measure += ["--modes", "target,target+draft", "--thresholds", "none", "--out", "runs/lossless"]
         python = f'ParseEngine.from_pretrained("{self.target}", "{self.draft}")'

@@ -38,7 +38,7 @@ class ModelPair(Protocol, Generic[V]):
     """Tokens that the draft model wrote for the last draft, in its own tokens; 0: it cannot continue."""
 
     async def propose(self, round: int) -> Sequence[int]:
-        """Draft the rest of the answer in target tokens; the loop truncates a draft that is too long."""
+        """Draft the next block, or the rest of the answer, in target tokens; the loop truncates what is too long."""
         ...
 
     def max_draft_tokens(self) -> int:
@@ -93,7 +93,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
     for round in itertools.count(request.stats.rounds + 1):
         strict = len(answer.ids) < (settings.strict_tokens or 0)  # nothing is drafted yet
 
-        # propose: the draft model drafts the rest of the answer
+        # propose: the draft model drafts a block, or the rest of the answer
         with request.timed("draft_s"):
             proposed = () if strict else await pair.propose(round)
             draft = answer.truncate(proposed, pair.max_draft_tokens())

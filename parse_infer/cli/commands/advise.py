@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from parse_infer.cli import options
-from parse_infer.cli.model_options import ModelOptions
+from parse_infer.cli.model_options import PAIRS, ModelOptions
 from parse_infer.errors import ParseError, SettingsError
 
 if TYPE_CHECKING:
@@ -45,6 +45,16 @@ def advise(
     prompt_tokens: Annotated[int, typer.Option(min=8, help="Mean length of a prompt.")] = 256,
     answer_tokens: Annotated[int, typer.Option(min=16, help="Mean length of an answer.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 5,
+    template_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of the printed commands, such as enable_thinking=false; repeatable."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of the printed commands: longer answers count as wrong. Default: 512; 256 if embedded."
+        ),
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -56,7 +66,8 @@ def advise(
     \b
     Examples:
       parse-infer advise --target zoo:target
-      parse-infer advise --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --prompts prompts.jsonl
+      parse-infer advise --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --prompts prompts.jsonl \\
+          --template-option enable_thinking=false
       parse-infer advise --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --costs costs.json --rate 2 --gpus 4
     """
     from parse_infer.cli.ladder_commands import PROMPTS, Situation
@@ -75,7 +86,10 @@ def advise(
     for name in (pair[1], *([adapter] if adapter else [])):
         resolve(name)
     placement = [*(["--device", device] if device else []), *(["--dtype", dtype] if dtype != "auto" else [])]
-    own = Situation(*pair, prompts, references, sampling, adapter, placement)
+    answers = [part for value in template_option or () for part in ("--template-option", value)]
+    if max_new_tokens is not None or target not in PAIRS:
+        answers += ["--max-new-tokens", str(max_new_tokens or 512)]
+    own = Situation(*pair, prompts, references, sampling, adapter, placement, answers)
     if costs is None:
         where, known = _measured(pair, prompt_tokens, answer_tokens, rounds, device, dtype)
     else:

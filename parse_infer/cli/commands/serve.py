@@ -175,8 +175,26 @@ def _serve(
     try:
         app = create_app(runner, settings, traces, metrics)
         name = settings.model or runner.name
-        ApiServer(app, settings.limits, lambda: on_start(name)).run(sockets=[listening])
+
+        def start() -> None:
+            on_start(name)
+            if warning := unpromised_default(runner, settings):
+                logging.getLogger("parse_infer.serve").warning(warning)
+
+        ApiServer(app, settings.limits, start).run(sockets=[listening])
     finally:
         runner.close()
         if traces is not None:
             traces.close()
+
+
+def unpromised_default(runner: Runner, settings: ApiSettings) -> str | None:
+    """A warning where the promise of `--risk` does not cover requests that name no sampling; None: it does."""
+    risk, own = settings.risk_settings.risk, runner.default_sampling
+    kept = [each.sampling for each in runner.calibrations]
+    if risk is None or not settings.generation_config or any(own.draws_like(each) for each in kept):
+        return None
+    return (
+        f"requests that name no sampling are answered at the target's default ({own}), which the promise does not "
+        f"cover ({' and '.join(map(str, kept))}): calibrate there, or serve with --no-generation-config"
+    )

@@ -43,7 +43,6 @@ def costs(draft: float = 0.1, read: float = 0.02, **fields: Any) -> Costs:
     [
         ("qwen-coder-mt-bench.json", "public pair, chat", "lossless", "target+draft"),
         ("qwen-coder-3850.json", "public pair, maths", "lossless", "target+draft"),
-        ("qwen-coder-3850.json", "public pair, maths", "judge", "parse"),
         ("thresholds.json", "tuned pair, maths", "lossless", "target+draft"),
         ("thresholds.json", "tuned pair, maths", "rule", "parse-min-p@0.3"),
         ("thresholds.json", "tuned pair, maths", "judge", "parse@0.8"),
@@ -129,6 +128,11 @@ def file(tmp_path) -> str:
     [
         ([], 2, ["bench", "calibrate", "transfer", "calibrate"]),
         (["--prompts"], 2, ["bench", "calibrate", "transfer", "calibrate"]),
+        (
+            ["--template-option", "enable_thinking=false", "--max-new-tokens", "64"],
+            2,
+            ["bench", "calibrate", "transfer", "calibrate"],
+        ),
         (["--prompts", "--no-references"], 2, ["bench", "calibrate", "transfer", "calibrate"]),
         (["--adapter", "zoo:adapter", "--temperature", "0.7", "--top-k", "20"], 3, ["bench", "calibrate"]),
         (["--prompts", "--no-references", "--temperature", "1"], 1, ["bench"]),
@@ -148,6 +152,10 @@ def test_the_printed_commands_are_accepted(file, tmp_path, capsys, options, step
     assert f"Recommended: step {step}, " in out
     printed = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("parse-infer ")]
     assert [words[0] for words in printed] == commands
+    for option in ("--template-option", "--max-new-tokens"):
+        assert sum(option in words for words in printed) == (len(printed) - commands.count("transfer")) * (
+            option in options
+        )
     group = typer.main.get_command(app)
     for words in printed:
         command = group.commands[words[0]]  # type: ignore[attr-defined]

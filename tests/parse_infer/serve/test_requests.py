@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from parse_infer.cli.commands.serve import unpromised_default
 from parse_infer.request.output import Generation
-from parse_infer.serve.settings import RiskSettings
+from parse_infer.serve.settings import ApiSettings, RiskSettings
 from parse_infer.serve.thread_runner import ThreadRunner
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.prompts import Chat
@@ -164,6 +165,22 @@ def test_the_generation_config_sets_the_default_sampling(sampling):
         assert found["choices"][0]["message"]["content"] == wanted, fields
     with running(sampling.runner, sampling.engine, generation_config=False) as greedy:
         assert greedy.chat(PROMPTS[2], max_tokens=24).json()["choices"][0]["message"]["content"] == own(0.0)
+
+
+def test_a_promise_that_does_not_cover_the_default_sampling_is_known_at_the_start(make_engine):
+    engine = make_engine(calibrations=[calibrated(make_engine())])
+    engine.target.model.generation_config.update(temperature=0.7, top_p=0.8, top_k=20)
+    runner = ThreadRunner(engine)
+    try:
+        promised = RiskSettings(0.05)
+        warning = unpromised_default(runner, ApiSettings(risk_settings=promised))
+        assert (
+            warning and "(temperature 0.7, top_p 0.8, top_k 20), which the promise does not cover (greedy" in warning
+        )
+        assert unpromised_default(runner, ApiSettings(risk_settings=promised, generation_config=False)) is None
+        assert unpromised_default(runner, ApiSettings()) is None
+    finally:
+        runner.close()
 
 
 @pytest.mark.slow
