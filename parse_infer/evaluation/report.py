@@ -7,9 +7,11 @@ all of it. Figures of a mode:
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval. For a task without references (environment:
   scored is False), the share of answers equal to the target's;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
+  without the mode "target", minus that of lossless speculation ("target+draft"), whose answers are the target's own;
 - tokens_per_s: all answer tokens / all seconds;
 - speedup, speedup_ci: tokens_per_s / the target's, paired bootstrap; independent of the answers' length;
 - time_speedup, time_speedup_ci: the target's time per answer / the mode's;
+- over_lossless, over_lossless_ci: tokens_per_s / that of lossless speculation, as speedup;
 - acceptance_rate: accepted / proposed draft tokens;
 - first_text_s, longest_wait_s: mean seconds to the first text, and mean longest time without new text after it;
 - drafted: draft tokens per token of the answer;
@@ -41,6 +43,7 @@ from parse_infer.evaluation.results_file import to_columns
 from parse_infer.evaluation.statistics import difference_interval, mean_interval, rate_ratio_interval, wilson_interval
 
 Figures = dict[str, Any]
+LOSSLESS = "target+draft"  # the mode of lossless speculation
 
 
 def summarise(
@@ -156,21 +159,26 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, s
         "accuracy_diff": None,
         "accuracy_diff_ci": None,
         **dict.fromkeys(
-            ("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "acceptance_rate", "limit_share")
+            ("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "over_lossless", "over_lossless_ci")
         ),
+        **dict.fromkeys(("acceptance_rate", "limit_share")),
         **costs(rows),
         "drafter_forwards": sum(r.drafter_forwards or 0 for r in rows) / n,
         "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
         "seconds_median": float(np.median([r.seconds for r in rows])),
         "seconds_p90": float(np.percentile([r.seconds for r in rows], 90)),
     }
-    if "target" in base:
-        theirs = [bool(r.correct) for r in base["target"]]
+    if own := base.get("target", base.get(LOSSLESS)):
+        theirs = [bool(r.correct) for r in own]
         figures |= {
             "accuracy_diff": (sum(right) - sum(theirs)) / n,
             "accuracy_diff_ci": difference_interval(shares, _by_problem(theirs, samples), seed=seed),
-            **speedups(rows, base["target"], seed, samples),
         }
+    if "target" in base:
+        figures |= speedups(rows, base["target"], seed, samples)
+    if LOSSLESS in base:
+        over = speedups(rows, base[LOSSLESS], seed, samples)
+        figures |= {"over_lossless": over["speedup"], "over_lossless_ci": over["speedup_ci"]}
     if samples > 1:
         texts = [{r.text for r in rows[i : i + samples]} for i in range(0, n, samples)]
         figures["pass_at_k"] = float((shares > 0).mean())

@@ -10,11 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from parse_infer.evaluation.mode_names import describe_mode
+from parse_infer.evaluation.report import LOSSLESS
 from parse_infer.settings.acceptance import describe_threshold
 from parse_infer.settings.sampling import Sampling
 
 HEADER = (
-    *("mode", "right, %", "to target", "tokens/s", "speed-up", "by time"),
+    *("mode", "right, %", "to target", "tokens/s", "speed-up", "over lossless"),
     *(
         "s/answer",
         "first text, s",
@@ -34,14 +35,15 @@ _LONGEST_NAME = 28  # characters; a longer first cell is folded
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Cells under `HEADER`, one row per mode; intervals in brackets are 95 % intervals."""
+    own = "target" if "target" in modes else LOSSLESS
     return [
         [
             name,
             format_percent(m["accuracy"], m["accuracy_ci"]),
-            "" if name == "target" else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
+            "" if name == own else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
             format_number(m["tokens_per_s"], 0),
             format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
-            format_times(m["time_speedup"]),
+            format_times(m.get("over_lossless"), None if name == LOSSLESS else m.get("over_lossless_ci")),
             format_number(m["seconds_per_answer"], 3),
             format_number(m.get("first_text_s"), 3),
             format_number(m.get("longest_wait_s"), 3),
@@ -216,10 +218,11 @@ def _threshold(value: float | None) -> str:
 def _notes(results: dict[str, Any]) -> list[str]:
     limit = f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s." if results["limit"] else ""
     lines = [
-        "To target: difference in percentage points. Forwards: of the target, per answer; tokens each: tokens per "
-        "forward. Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap "
-        "over problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds; by time: "
-        "ratio of seconds per answer. Accepted: share of draft tokens that became part of the answer. "
+        "To target: difference in percentage points (without that mode: to target+draft, whose answers are the "
+        "target's own). Forwards: of the target, per answer; tokens each: tokens per forward. Brackets: 95 % "
+        "intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap over problems for "
+        "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target alone; over "
+        "lossless: over target+draft. Accepted: share of draft tokens that became part of the answer. "
         f"Limit: the draft model alone plus one target forward over prompt and draft.{limit}"
     ]
     note = acceptance_note(results)

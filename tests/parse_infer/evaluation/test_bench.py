@@ -601,6 +601,19 @@ def test_speedup_is_the_ratio_of_rates_and_time_speedup_that_of_times():
     assert results["modes"]["draft"]["accuracy_diff"] == -1
 
 
+def test_lossless_speculation_is_a_baseline_with_and_without_the_target():
+    """Its answers are the target's own, so the difference to it is one to the target."""
+    records = [record("a", "target+draft", 2.0, 100), record("b", "target+draft", 2.0, 100, False)]
+    records += [record("a", "parse:whole", 1.0, 60, False), record("b", "parse:whole", 1.0, 60, False)]
+    alone = summarise(records, ["a", "b"], {"modes": ["target+draft", "parse:whole"]})["modes"]
+    assert alone["parse:whole"]["over_lossless"] == pytest.approx(1.2) and alone["target+draft"]["over_lossless"] == 1
+    assert (alone["parse:whole"]["accuracy_diff"], alone["parse:whole"]["speedup"]) == (-0.5, None)
+    records += [record("a", "target", 4.0, 100, False), record("b", "target", 4.0, 100, False)]
+    both = summarise(records, ["a", "b"], {"modes": ["target", "target+draft", "parse:whole"]})["modes"]
+    assert both["parse:whole"]["over_lossless"] == pytest.approx(1.2) and both["target"]["over_lossless"] == 0.5
+    assert (both["parse:whole"]["accuracy_diff"], both["target+draft"]["accuracy_diff"]) == (0.0, 0.5)
+
+
 def test_the_median_of_repeats_counts():
     records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
     assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5
