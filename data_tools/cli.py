@@ -28,8 +28,8 @@ _BUILD_HELP = f"""Build a data set, or resume an interrupted build.
 Examples:
   parse-data build recipes/data.yaml
   parse-data build recipes/data.yaml --limit 16 --output_dir data/try --task_options '{{}}'   # a trial
-  parse-data build recipes/data.yaml --backend openai --base-url http://localhost:8000/v1 \\
-      --draft-base-url http://localhost:8001/v1
+  parse-data build recipes/data.yaml --backend openai --target-url http://localhost:8000 \\
+      --draft-url http://localhost:8001
   parse-data build recipes/data.yaml --temperatures 0.5 1.0 --task_options '{{max_number: 100}}'
 
 Keys of the recipe; the option of the same name overrides the key:

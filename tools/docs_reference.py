@@ -39,8 +39,6 @@ REQUEST = {
     "draft_text": "parse.draft_text, prediction",
 }
 RECIPE = {
-    "target_url": "base_url",
-    "draft_url": "draft_base_url",
     "max_new_tokens": "max_draft_tokens, max_rollout_tokens",
     "parallel": "concurrency",
     "temperature": "temperatures, rollout_temperature",

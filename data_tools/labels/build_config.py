@@ -29,8 +29,8 @@ FREE_KEYS = (
     "limit",
     "logprobs",
     "device",
-    "base_url",
-    "draft_base_url",
+    "target_url",
+    "draft_url",
     "served_target",
     "served_draft",
     "concurrency",
@@ -91,11 +91,12 @@ class BuildConfig:
             "choices": ["local", "openai"],
         },
     )
-    base_url: list[str] = field(
+    target_url: list[str] = field(
         default_factory=list, metadata={"help": "Address of the target's server (openai), or of several replicas."}
     )
-    draft_base_url: list[str] = field(
-        default_factory=list, metadata={"help": "Address of the draft model's server or replicas; default: base_url."}
+    draft_url: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Address of the draft model's server or replicas; default: target_url."},
     )
     served_target: str | None = field(
         default=None, metadata={"help": "Name of the target on its server; default: target."}
@@ -220,12 +221,14 @@ class BuildConfig:
         self._check("margin", 0 <= self.margin < 0.5, "at least 0 and below 0.5")
         self._check("max_label_error", 0 < self.max_label_error < 0.5, "above 0 and below 0.5")
         self._check("temperatures", len(self.temperatures) > 0, "a list of at least one")
-        for key in ("base_url", "draft_base_url"):
+        for key in ("target_url", "draft_url"):
             setattr(self, key, [_url(key, part) for text in getattr(self, key) for part in text.split(",") if part])
-        if self.backend == "openai" and not self.base_url:
-            raise ParseError("backend openai needs base_url, for example --base_url http://localhost:8000/v1")
-        if self.backend != "openai" and (self.base_url or self.draft_base_url):
-            raise ParseError(f"base_url requires backend openai, but backend is {self.backend}: add --backend openai")
+        if self.backend == "openai" and not self.target_url:
+            raise ParseError("backend openai needs target_url, for example --target-url http://localhost:8000")
+        if self.backend != "openai" and (self.target_url or self.draft_url):
+            raise ParseError(
+                f"target_url requires backend openai, but backend is {self.backend}: add --backend openai"
+            )
         self._check("retries", self.retries >= 0, "at least 0")
         self._check("request_timeout", 0 < self.request_timeout < math.inf, "a number of seconds above 0")
         self._check("max_outage", 0 <= self.max_outage < math.inf, "a number of seconds of at least 0")

@@ -114,18 +114,18 @@ class CompletionServers:
     """
 
     def __init__(self, config: BuildConfig, role: Role) -> None:
-        self.urls = config.draft_base_url if role == "draft" and config.draft_base_url else config.base_url
+        self.urls = config.draft_url if role == "draft" and config.draft_url else config.target_url
         self._concurrency, self._max_outage = config.concurrency, config.max_outage
         self.at_once = self._concurrency * len(self.urls)
         self._slots = self._free_slots()
         variable = "OPENAI_API_KEY"
         key = find_key(variable, None, variable)
-        if role == "draft" and config.draft_base_url:
+        if role == "draft" and config.draft_url:
             variable = DRAFT_VARIABLE
-            key = draft_key(find_key(variable, None, variable), key, config.draft_base_url, config.base_url)
+            key = draft_key(find_key(variable, None, variable), key, config.draft_url, config.target_url)
         self._client = Client(key, config.request_timeout, f"set the environment variable {variable}")
         model = getattr(config, f"served_{role}") or getattr(config, role)
-        url_key = "draft_base_url" if role == "draft" else "base_url"
+        url_key = "draft_url" if role == "draft" else "target_url"
         self._pool = ReplicaPool(
             role,
             self.urls,

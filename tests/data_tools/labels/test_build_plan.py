@@ -143,7 +143,7 @@ def test_the_command_builds_once_and_a_build_continues(
         )
     assert plan["greedy_match"]["value"] == pytest.approx(same / total)
 
-    assert main(["plan", str(recipe), "--backend", "openai", "--base_url", "http://x", "--wire", "text"]) == 2
+    assert main(["plan", str(recipe), "--backend", "openai", "--target_url", "http://x", "--wire", "text"]) == 2
     assert "a plan reads log-probabilities, but wire text sends texts" in capsys.readouterr().err
     first = next((folder / "data").iterdir()).read_bytes()
     assert main(["plan", str(recipe), "--limit", "3"]) == 0  # all that is there

@@ -68,7 +68,7 @@ def make(make_config: Make) -> Make:
     def served(output_dir: str, *servers: CompletionServer, **options: Any) -> BuildConfig:
         behind = {
             "backend": "openai",
-            "base_url": [server.url for server in servers],
+            "target_url": [server.url for server in servers],
             "served_target": "target",
             "served_draft": "draft",
             "concurrency": 6,
@@ -92,7 +92,7 @@ def test_the_rows_are_those_of_the_local_build(
     one, other = serve(), serve()
     local = make_config("local", **options)
     build(local)
-    build(ids := make("ids", one, draft_base_url=[other.url], **options))
+    build(ids := make("ids", one, draft_url=[other.url], **options))
     assert files(ids.output_dir) == files(local.output_dir)
     assert {body["model"] for body in one.asked} == {"target"}
     assert {body["model"] for body in other.asked} == {"draft"}
@@ -206,7 +206,7 @@ def test_replicas_share_the_reads_and_one_that_is_away_hinders_none(make: Make, 
     build(config)
     gone = away.url
     away.kill()
-    config.base_url, config.logprobs, config.concurrency = [gone, f"{one.url}/", other.url], 3, 2
+    config.target_url, config.logprobs, config.concurrency = [gone, f"{one.url}/", other.url], 3, 2
     for server in (one, other):
         server.most, server.pause = 0, 0.01
     build(config)
@@ -296,19 +296,19 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
 @pytest.mark.parametrize(
     ("options", "overrides", "message"),
     [
-        ({}, {"base_url": "http://127.0.0.1:9/v1"}, r"http://127.0.0.1:9/v1\S* does not answer: .*: start it"),
-        ({}, {"draft_base_url": "http://127.0.0.1:9"}, r"http://127.0.0.1:9/v1.* or correct draft_base_url"),
+        ({}, {"target_url": "http://127.0.0.1:9/v1"}, r"http://127.0.0.1:9/v1\S* does not answer: .*: start it"),
+        ({}, {"draft_url": "http://127.0.0.1:9"}, r"http://127.0.0.1:9/v1.* or correct draft_url"),
         (
             {},
-            {"base_url": "URL/v2"},
-            r"not OpenAI-compatible \(.*/v2/v1/models .*\(404\): Not Found\): correct base",
+            {"target_url": "URL/v2"},
+            r"not OpenAI-compatible \(.*/v2/v1/models .*\(404\): Not Found\): correct target_url",
         ),
         (
             {},
             {"served_target": "tagret"},
-            r"not 'tagret': set served_target to one of target, draft, or base_url to",
+            r"not 'tagret': set served_target to one of target, draft, or target_url to",
         ),
-        ({}, {"served_draft": None}, r"not '.*/draft': set served_draft to .* or draft_base_url to another"),
+        ({}, {"served_draft": None}, r"not '.*/draft': set served_draft to .* or draft_url to another"),
         (
             {"completions": False},
             {},
@@ -318,9 +318,13 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
         ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: http\S* sent no completion"),
         ({"key": "secret"}, {}, r"http\S* rejects a request \(401\): Invalid API key.: set .* OPENAI_API_KEY"),
         ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start the server with"),
-        ({}, {"base_url": None}, "backend openai needs base_url"),
-        ({}, {"backend": "local"}, "base_url requires backend openai, but backend is local: add --backend openai"),
-        ({}, {"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address such as http://"),
+        ({}, {"target_url": None}, "backend openai needs target_url"),
+        ({}, {"backend": "local"}, "target_url requires backend openai, but backend is local: add --backend openai"),
+        (
+            {},
+            {"target_url": "localhost:8000"},
+            "target_url is 'localhost:8000'; it must be an address such as http://",
+        ),
         ({}, {"backend": "opnai"}, "backend is 'opnai'; choose one of local, openai"),
         ({}, {"request_timeout": 0}, "request_timeout is 0.0; it must be a number of seconds above 0"),
         ({}, {"concurrency": 0}, "concurrency is 0; it must be at least 1"),
@@ -336,7 +340,7 @@ def test_unusable_settings_are_reported_before_any_work(
     message: str,
 ) -> None:
     server = serve(**options)
-    values = asdict(make("data", server)) | {"base_url": server.url}
+    values = asdict(make("data", server)) | {"target_url": server.url}
     values |= {k: v.replace("URL", server.url[:-3]) if isinstance(v, str) else v for k, v in overrides.items()}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
@@ -353,11 +357,11 @@ def test_a_key_and_several_servers_from_the_command_line(
 ) -> None:
     servers = [serve(key="secret", max_model_len=2048 - i) for i in range(2)]
     config = make("data", servers[0], limit=2)
-    left_out = ("backend", "base_url", "draft_base_url")
+    left_out = ("backend", "target_url", "draft_url")
     values = {key: value for key, value in asdict(config).items() if value is not None and key not in left_out}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     urls = ",".join(server.url.removesuffix("/v1") for server in servers)
-    assert main(["build", str(tmp_path / "recipe.yaml"), "--backend", "openai", "--base-url", urls]) == 0
+    assert main(["build", str(tmp_path / "recipe.yaml"), "--backend", "openai", "--target-url", urls]) == 0
     assert all(server.answered > 2 for server in servers)
     assert len({row["problem_id"] for row in labelled(config.output_dir)}) == 2

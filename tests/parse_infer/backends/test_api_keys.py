@@ -131,7 +131,7 @@ def test_a_build_keeps_the_targets_key_from_other_hosts(engine, own, monkeypatch
     if own:
         monkeypatch.setenv("PARSE_DRAFT_API_KEY", own)
     with serving(FakeServer(engine.target)) as target, serving(FakeServer(engine.draft)) as draft:
-        urls = {"base_url": [target.url], "draft_base_url": [draft.url]}
+        urls = {"target_url": [target.url], "draft_url": [draft.url]}
         config = BuildConfig("out", "target", "draft", backend="openai", task="gsm8k", **urls)
         for role in ("target", "draft"):
             CompletionServers(config, role).check([1])

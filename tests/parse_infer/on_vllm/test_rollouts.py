@@ -30,7 +30,7 @@ def test_rows_from_a_server():
 def _rows_are_those_of_the_local_decoder(urls: list[str]) -> None:
     lm, language = load_language_model("zoo:draft", role="draft"), load_served_model("zoo:draft")
     local = BatchDecoder(lm.model, lm.eos_ids)
-    config = BuildConfig("data", "zoo:draft", "zoo:draft", task="jsonl", backend="openai", base_url=urls)
+    config = BuildConfig("data", "zoo:draft", "zoo:draft", task="jsonl", backend="openai", target_url=urls)
     config.served_target, config.concurrency = "draft", 8
     prompts = [language.render(question) for question in QUESTIONS]
     writer = ServedWriter(config, "target")
