@@ -7,7 +7,8 @@ import argparse
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer import ParseEngine
-from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.measure import calibrate
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_zoo.tasks.gsm_symbolic import GsmSymbolic
 
 RISK = 0.5  # high, so that few problems suffice: 0.05 needs 59, 0.01 needs 299

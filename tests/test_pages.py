@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 
 from data_tools.cli import main as parse_data
-from parse_infer.calibration.measure import CalibrationSettings
 from parse_infer.calibration.risk import p_value
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.cli.app import main as parse_infer
 from parse_train.__main__ import main as parse_train
 from parse_train.judge.config import JudgeTrainingConfig

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify, speedup
+from parse_infer.calibration.measure import certify, speedup
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.files import read_json, read_jsonl, write_json
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.sampling import Sampling

@@ -28,8 +28,10 @@ from data_tools.tasks.checkers import same_answer
 from data_tools.tasks.task import Problem, Task
 from data_tools.tasks.task import comparison as own_comparison
 from parse_infer.calibration.calibration_file import FILE, load_calibrations, save_calibrations
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, check_problems
+from parse_infer.calibration.measure import calibrate, check_problems
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.cli.entry_point import run_app
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.cli.problems import describe_problems, open_task, take_problems

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parse_infer.calibration.measure import Outcome
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import LOSSES, Calibration
 from parse_infer.evaluation.figure import plot
 from parse_infer.evaluation.statistics import difference_interval, ratio_intervals

@@ -15,10 +15,12 @@ from typing import Any
 from data_tools.tasks.task import Problem, Task
 from parse_infer.calibration.answers import decoded_text, single
 from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, certify
+from parse_infer.calibration.measure import certify
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.record_runner import run_missing
 from parse_infer.calibration.record_store import RecordStore
 from parse_infer.calibration.schema import Calibration
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
 from parse_infer.judge.registry import find_rule

@@ -18,7 +18,7 @@ from parse_infer.settings.acceptance import ACCEPT_NOTHING
 
 if TYPE_CHECKING:
     from parse_infer.calibration.held_out import HasPrompt
-    from parse_infer.calibration.measure import CalibrationSettings
+    from parse_infer.calibration.settings import CalibrationSettings
     from parse_infer.engine import ParseEngine
 
 

@@ -11,8 +11,9 @@ from data_tools.tasks.registry import load_task
 from data_tools.tasks.task import comparison
 from parse_infer import tracking
 from parse_infer.calibration.calibration_file import FILE, add_calibration
-from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.measure import calibrate
 from parse_infer.calibration.schema import Calibration, Loss
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_train.judge.build_info import BuildInfo
 from parse_train.judge.config import JudgeTrainingConfig

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from parse_infer.calibration import measure
-from parse_infer.calibration.measure import Outcome
+from parse_infer.calibration import settings as calibration_settings
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
@@ -66,7 +66,7 @@ def loads(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPat
         return ParseEngine.from_models(given.target, given.draft, judge)
 
     monkeypatch.setattr(ModelOptions, "load", load)
-    monkeypatch.setattr(measure, "THRESHOLDS", (*measure.THRESHOLDS[::17], 0.0))
+    monkeypatch.setattr(calibration_settings, "THRESHOLDS", (*calibration_settings.THRESHOLDS[::17], 0.0))
     return loaded
 
 

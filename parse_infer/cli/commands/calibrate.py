@@ -105,8 +105,9 @@ def calibrate(
     from data_tools.tasks.checkers import same_answer
     from data_tools.tasks.task import comparison
     from parse_infer.calibration.calibration_file import FILE, add_calibration, save_calibrations
-    from parse_infer.calibration.measure import CalibrationSettings, check_problems
     from parse_infer.calibration.measure import calibrate as measure
+    from parse_infer.calibration.measure import check_problems
+    from parse_infer.calibration.settings import CalibrationSettings
     from parse_infer.settings.sampling import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, seed=None if temperature == 0 else seed)

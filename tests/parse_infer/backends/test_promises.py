@@ -10,11 +10,12 @@ import pytest
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.backends.servers.backend import ServerBackend
-from parse_infer.calibration import measure
+from parse_infer.calibration import settings as calibration_settings
 from parse_infer.calibration.calibration_file import load_calibrations, save_calibrations
-from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.measure import calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.serve.settings import RiskSettings
@@ -59,7 +60,11 @@ def test_the_next_problem_does_not_reuse_the_prefix_cache(engine, connect):
 
 @pytest.mark.slow
 def test_a_calibration_over_servers_holds_for_servers_only(make_engine, connect, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(measure, "THRESHOLDS", (*measure.THRESHOLDS[:-1:4], measure.THRESHOLDS[-1]))
+    monkeypatch.setattr(
+        calibration_settings,
+        "THRESHOLDS",
+        (*calibration_settings.THRESHOLDS[:-1:4], calibration_settings.THRESHOLDS[-1]),
+    )
     engine = make_engine(noise=0.15)
     coordinator, (_target,), _ = connect(engine)
     problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(6)]

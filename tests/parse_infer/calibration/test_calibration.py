@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.calibration import measure
+from parse_infer.calibration import settings as calibration_settings
 from parse_infer.calibration.calibration_file import load_calibrations, save_calibrations
 from parse_infer.calibration.held_out import prompt_hash
-from parse_infer.calibration.measure import CalibrationSettings, Outcome, calibrate, candidates, certify
+from parse_infer.calibration.measure import calibrate, certify
+from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.calibration.settings import CalibrationSettings, candidates
 from parse_infer.engine import ParseEngine
 from parse_infer.request.output import Generation
 from parse_infer.settings.generation import GenerationSettings
@@ -29,7 +31,7 @@ from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.language_models import TokenCount
 from tools import calibration_splits
 
-THRESHOLDS = (*measure.THRESHOLDS[::5], measure.THRESHOLDS[-1])
+THRESHOLDS = (*calibration_settings.THRESHOLDS[::5], calibration_settings.THRESHOLDS[-1])
 PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
 
 
@@ -41,7 +43,7 @@ class Problem:
 
 @pytest.fixture
 def engine(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch) -> ParseEngine:
-    monkeypatch.setattr(measure, "THRESHOLDS", THRESHOLDS)  # fewer, for time
+    monkeypatch.setattr(calibration_settings, "THRESHOLDS", THRESHOLDS)  # fewer, for time
     return make_engine(noise=0.15)
 
 
@@ -308,7 +310,7 @@ def test_each_text_is_timed_by_a_whole_answer(engine, random_adapter, tmp_path: 
 @pytest.mark.slow
 def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine, tmp_path: Path, monkeypatch):
     run(engine, tmp_path)
-    monkeypatch.setattr(measure, "THRESHOLDS", measure.THRESHOLDS[:-1])
+    monkeypatch.setattr(calibration_settings, "THRESHOLDS", calibration_settings.THRESHOLDS[:-1])
     with pytest.raises(ValueError, match="with thresholds"):
         run(engine, tmp_path)
 
@@ -372,7 +374,7 @@ def test_the_majority_of_samples_may_be_the_targets_own_answer(engine: ParseEngi
 
 def outcomes(n: int, lost: Callable[[int, int], float], seconds: Callable[[int], float]) -> list[Outcome]:
     """Loss of problem i under setting j, and the seconds of setting j; of one order."""
-    places = range(len(measure.THRESHOLDS))
+    places = range(len(calibration_settings.THRESHOLDS))
     return [
         Outcome(
             f"p{i}",

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
-from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.measure import calibrate
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import CalibrationError, ModelError
 from parse_infer.files import read_jsonl

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from data_tools.tasks.task import Problem
-from parse_infer.calibration.measure import CalibrationSettings, calibrate
+from parse_infer.calibration.measure import calibrate
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import Calibration, OperatingPoint
 from parse_infer.calibration.schema import TestedPoint as Point
+from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.decoding.block_length import REPLAYED, BlockLength, threshold_class
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.carried import Carried
