@@ -16,7 +16,7 @@ from parse_infer.errors import ModelError
 from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
 from parse_infer.speculation import eagle_head, medusa
-from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.draft_model_proposer import DraftModelProposer
 from parse_infer.speculation.eagle import EagleDrafter
 from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config

@@ -53,7 +53,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.draft_model_proposer import DraftModelProposer
 from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.text.cuts import CutPolicy
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer

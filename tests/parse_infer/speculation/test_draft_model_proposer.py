@@ -19,7 +19,7 @@ from parse_infer.models.token_sampling import distribution, draw, random_generat
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation import draft_model
 from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.draft_model import DraftModelProposer
+from parse_infer.speculation.draft_model_proposer import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
 
