@@ -60,18 +60,16 @@ class DecodedText:
 
 
 def replayed(engine: ParseEngine, problem: HasPrompt, settings: CalibrationSettings, timed: bool) -> Answers:
-    """The answers by the engine's own loop. Of a timed problem the target's are generated alone, as a user waits."""
+    """The answers by the engine's own loop. To a timed problem the target's first is generated alone, as a user waits."""
     samples = [settings.generation(problem.id, i) for i in range(settings.samples)]
-    from_replay = engine.deterministic and not timed
-    alone: list[Generation] = []
-    if not from_replay:
+    slow = int(timed) if engine.deterministic else len(samples)
+    if slow:
         engine.clear_caches()
-        alone = [single(engine.generate_target(problem.prompt, sample)) for sample in samples]
+    alone = [single(engine.generate_target(problem.prompt, sample)) for sample in samples[:slow]]
     with Replay(engine) as replay:
         replay.clear_caches()
-        if from_replay:
-            nothing = {"threshold": ACCEPT_NOTHING, "block_tokens": "whole"}
-            alone = [replay.answer(problem.prompt, sample.override(**nothing)) for sample in samples]
+        nothing = {"threshold": ACCEPT_NOTHING, "block_tokens": "whole"}
+        alone += [replay.answer(problem.prompt, sample.override(**nothing)) for sample in samples[slow:]]
         judged = [
             [
                 [replay.answer(problem.prompt, sample.override(**asdict(point))) for sample in samples]

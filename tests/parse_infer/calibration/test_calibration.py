@@ -157,11 +157,14 @@ def test_a_calibration_of_samples_promises_accuracy_at_its_temperature(engine: P
         return lambda *a, **o: replace(plain(*a, **o), finish_reason="eos")
 
     with pytest.MonkeyPatch.context() as patch:  # cut-off answers are wrong, and these models never end
-        patch.setattr(ParseEngine, "generate_target", ends(ParseEngine.generate_target))
+        asked: list[str] = []
+        plain = ends(ParseEngine.generate_target)
+        patch.setattr(ParseEngine, "generate_target", lambda *a, **o: asked.append(a[1]) or plain(*a, **o))
         patch.setattr(Replay, "answer", ends(Replay.answer))
         found = run(engine, tmp_path / "samples", settings, check=right)
     rows = [json.loads(line) for line in (tmp_path / "samples" / "records.jsonl").open()]
     assert found.sampling == replace(sampling, seed=None) and found.samples == 3
+    assert len(asked) == 1 + 4, "one sample is timed, the first problem's twice to warm up"
     values = {3 * loss for row in rows for loss in row["losses"][0]}
     assert len(values) > 2 and min(values) < 0 < max(values), "wins and losses were seen"
     assert all(abs(value - round(value)) < 1e-9 for value in values), "thirds: the mean of three samples"
