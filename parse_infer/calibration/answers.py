@@ -60,7 +60,7 @@ class DecodedText:
 
 
 def replayed(engine: ParseEngine, problem: HasPrompt, settings: CalibrationSettings, timed: bool) -> Answers:
-    """The answers by the engine's own loop. To a timed problem the target's first is generated alone, as a user waits."""
+    """The answers by the engine's own loop. Of a timed problem the target's first is generated alone, to time it."""
     samples = [settings.generation(problem.id, i) for i in range(settings.samples)]
     slow = int(timed) if engine.deterministic else len(samples)
     if slow:
