@@ -271,8 +271,8 @@ class _EventStream:
 
 
 def warning_header(warnings: Sequence[str]) -> dict[str, str]:
-    """Warning header in ASCII without line breaks, also for odd field names."""
-    return {"x-parse-warning": ascii("; ".join(warnings))[1:-1]} if warnings else {}
+    """Warning header in ASCII without line breaks or spaces around it, also for odd field names."""
+    return {"x-parse-warning": ascii("; ".join(warnings))[1:-1].strip()} if warnings else {}
 
 
 async def _begin(send: Send, media_type: bytes, warnings: Sequence[str]) -> None:

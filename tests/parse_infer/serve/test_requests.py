@@ -71,6 +71,9 @@ def test_unknown_fields_are_ignored_with_a_warning(served):
         assert response.status_code == 200 and "messages.0.mood" in response.headers["x-parse-warning"]
     switch = served.chat(max_tokens=4, chat_template_kwargs={"enable_thinkng": False})
     assert "chat_template_kwargs.enable_thinkng" in switch.headers["x-parse-warning"]
+    for path, more in ((CHAT, {"max_tokens": 4}), (CHAT, {"max_tokens": 4, "stream": True}), ("/tokenize", {})):
+        nameless = served.post(path, {"messages": USER, "": 0, **more})
+        assert nameless.status_code == 200 and nameless.headers["x-parse-warning"] == "unknown fields ignored:"
     many = served.chat(max_tokens=4, **{f"field{i}" * 99: i for i in range(1000)})
     assert len(many.headers["x-parse-warning"]) < 1000
 
