@@ -48,7 +48,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The commands of a page in order, as words; a quoted text may span lines."""
+    """The commands of a page in order, as words with the variables that it sets; a quoted text may span lines."""
+    variables: dict[str, str] = {}
     for block in blocks(page, "bash"):
         waiting = ""
         for line in block.splitlines():
@@ -58,8 +59,10 @@ def commands(page: Path) -> Iterator[list[str]]:
             except ValueError:  # a quotation that is not closed yet
                 continue
             waiting = ""
-            if words:
-                yield words
+            if len(words) == 1 and (given := re.fullmatch(r"(\w+)=(.+)", words[0])):
+                variables[given[1]] = given[2]
+            elif words:
+                yield [variables.get(word[1:], word) if word.startswith("$") else word for word in words]
 
 
 def run(words: list[str], room: Path, number: int) -> int:
@@ -83,7 +86,9 @@ def run(words: list[str], room: Path, number: int) -> int:
             return 0  # its models are on the Hub; tests/data_tools reads the recipe
         elsewhere = ["--output_dir", str(room / "data" / "validity")] if words[1] == "build" else []
         # Without the options of its recipe a task of the recipe's takes seconds less.
-        options = [] if "--task_options" in words or words[1] != "build" else ["--task_options", "{}"]
+        options = (
+            [] if {"--task_options", "--task-options"} & {*words} or words[1] != "build" else ["--task_options", "{}"]
+        )
         return parse_data([*words[1:], *elsewhere, *options, *LESS.get(start, "").split()])
     if words[:2] == ["python", "-c"]:
         exec(compile(words[2], "a command", "exec"), {})
@@ -111,7 +116,7 @@ def train(words: list[str], room: Path, number: int) -> int:
     assert kind is not None
     name = {"stream": "judge", "eagle": Path(recipe).stem}.get(kind[1], kind[1])
     places = ["--output_dir", str(room / "runs" / (name if number == 0 else f"{name}-{number}"))]
-    places = [] if "--output_dir" in overrides else places
+    places = [] if {"--output_dir", "--output-dir"} & {*overrides} else places
     places += ["--data", str(room / "data" / "validity")] if kind[1] in ("logprob", "stream") else []
     places += ["--answers", str(room / "runs" / "answers")] if kind[1] == "eagle" else []
     return parse_train([recipe, *overrides, *places, *LESS[kind[1]].split()])

@@ -54,6 +54,7 @@ def outcome_of(
     settings: CalibrationSettings,
     timed: bool,
 ) -> Outcome:
+    """One problem's losses, and the time of its answers if `timed`. Raises ValueError if the checker cannot decide."""
     reference = _majority(engine, problem, same, settings) if settings.majority else None
     checked: dict[tuple[str, bool], bool | None] = {}
 
@@ -114,7 +115,7 @@ def _time_each_text(
 ) -> list[Generation]:
     """Return a timed answer at each operating point, one for points with the same text. Above a threshold of 1 the
     answer takes another way to the same text, so it is timed on its own, and sampled without a seed, with which the
-    chains of lossless sampling would not end where they stop paying."""
+    chains of lossless sampling would not end where one more token is not faster."""
     took: dict[tuple[str, bool], Generation] = {}
     plain = settings.generation(problem.id, 0)
     keys = [(answer.text, point.threshold > 1) for answer, point in zip(answers, order, strict=True)]

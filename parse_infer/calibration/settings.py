@@ -52,9 +52,9 @@ class CalibrationSettings:
     samples: int = 1
     """Answers to each problem, each with a seed of its own; the loss of a problem is their mean."""
     timed: int = 100
-    """Number of problems on which answers are timed: the target's alone, and each text of PARSE. On the others, the
-    target's text comes from the operating point that accepts nothing, which is several times faster and, in float32,
-    exact or of the same distribution. In other dtypes the target answers all problems alone."""
+    """Number of problems on which answers are timed: the target's first sample alone, and each text of PARSE. The
+    target's other texts come from the operating point that accepts nothing, which is several times faster and, in
+    float32, exact or of the same distribution. In other dtypes the target answers all problems alone."""
     thresholds: tuple[float, ...] = ()
     """Thresholds to try, chosen before any problem is seen; empty: `THRESHOLDS`. Accepting nothing is always tried."""
     batch_size: int = 1

@@ -119,5 +119,6 @@ def advise(costs: Costs, usable: Collection[Step], rate: float | None = None, gp
         measure = " Costs of one request know no batching: `python -m tools.measure_servers costs`." if single else ""
         if not load_row(costs, step, rate, gpus).pays:
             return Advice(speedups, None, [f"{load} predicts no gain from {STEPS[step]}.{measure}"])
-        reasons.append(f"{load} predicts a gain, too.{measure}")
+        case = next(name for name in [*CASES][1:] if step in CASES[name])
+        reasons.append(f"{load} predicts a gain, too, if drafts are accepted as in {case}.{measure}")
     return Advice(speedups, step, reasons)

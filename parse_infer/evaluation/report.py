@@ -7,7 +7,8 @@ all of it. Figures of a mode:
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval. For a task without references (environment:
   scored is False), the share of answers equal to the target's;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
-  without the mode "target", minus that of lossless speculation ("target+draft"), whose answers are the target's own;
+  without the mode "target", minus that of lossless speculation ("target+draft"), whose greedy answers in float32 are
+  the target's own;
 - tokens_per_s: all answer tokens / all seconds;
 - speedup, speedup_ci: tokens_per_s / the target's, paired bootstrap; independent of the answers' length;
 - time_speedup, time_speedup_ci: the target's time per answer / the mode's;
@@ -38,12 +39,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parse_infer.evaluation.mode_names import SPECULATION as LOSSLESS
 from parse_infer.evaluation.records import AnswerFigures, Record, acceptance_rate, costs
 from parse_infer.evaluation.results_file import to_columns
 from parse_infer.evaluation.statistics import difference_interval, mean_interval, rate_ratio_interval, wilson_interval
 
 Figures = dict[str, Any]
-LOSSLESS = "target+draft"  # the mode of lossless speculation
 
 
 def summarise(
@@ -96,8 +97,9 @@ def summarise(
 
 
 def _compared(records: Sequence[Record]) -> list[Record]:
-    """Without references, count answers equal to the target's as right; without mode "target", none."""
-    own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == "target"}
+    """Without references, count answers equal to the target's as right; without its mode, to lossless speculation's."""
+    base = "target" if any(r.mode == "target" for r in records) else LOSSLESS
+    own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == base}
     return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]
 
 

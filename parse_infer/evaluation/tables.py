@@ -9,8 +9,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from parse_infer.evaluation.mode_names import SPECULATION as LOSSLESS
 from parse_infer.evaluation.mode_names import describe_mode
-from parse_infer.evaluation.report import LOSSLESS
 from parse_infer.settings.acceptance import describe_threshold
 from parse_infer.settings.sampling import Sampling
 
@@ -218,8 +218,8 @@ def _threshold(value: float | None) -> str:
 def _notes(results: dict[str, Any]) -> list[str]:
     limit = f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s." if results["limit"] else ""
     lines = [
-        "To target: difference in percentage points (without that mode: to target+draft, whose answers are the "
-        "target's own). Forwards: of the target, per answer; tokens each: tokens per forward. Brackets: 95 % "
+        "To target: difference in percentage points (without that mode: to target+draft, whose greedy answers in "
+        "float32 are the target's own). Forwards: of the target, per answer; tokens each: tokens per forward. Brackets: 95 % "
         "intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap over problems for "
         "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target alone; over "
         "lossless: over target+draft. Accepted: share of draft tokens that became part of the answer. "

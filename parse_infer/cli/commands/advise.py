@@ -47,12 +47,16 @@ def advise(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each forward.")] = 5,
     template_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of the printed commands, such as enable_thinking=false; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Chat template option in the printed commands, such as enable_thinking=false; repeatable.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Of the printed commands: longer answers count as wrong. Default: 512; 256 if embedded."
+            min=1,
+            help="Token limit in the printed commands; longer answers count as wrong. Default: 512; 256 if embedded.",
         ),
     ] = None,
     device: options.Device = None,

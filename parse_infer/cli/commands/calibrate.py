@@ -64,7 +64,7 @@ def calibrate(
         int,
         typer.Option(
             min=1,
-            help="Problems on which answers are timed: the target's alone, and each text of PARSE once.",
+            help="Problems on which answers are timed: the target's first alone, and each text of PARSE once.",
         ),
     ] = 100,
     thresholds: Annotated[

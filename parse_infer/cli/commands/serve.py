@@ -190,11 +190,14 @@ def _serve(
 
 def unpromised_default(runner: Runner, settings: ApiSettings) -> str | None:
     """A warning where the promise of `--risk` does not cover requests that name no sampling; None: it does."""
+    from parse_infer.calibration.promises import promised
+
     risk, own = settings.risk_settings.risk, runner.default_sampling
-    kept = [each.sampling for each in runner.calibrations]
-    if risk is None or not settings.generation_config or any(own.draws_like(each) for each in kept):
+    if risk is None or not settings.generation_config:
         return None
-    return (
-        f"requests that name no sampling are answered at the target's default ({own}), which the promise does not "
-        f"cover ({' and '.join(map(str, kept))}): calibrate there, or serve with --no-generation-config"
+    asked = settings.risk_settings.expected.override(risk=None, resume_sampling=own, **settings.strict_defaults)
+    reason = promised(asked, risk, runner.calibrations)[1]
+    return reason and (
+        f"requests that name no sampling are answered at the target's default ({own}), without a promise: {reason}; "
+        "calibrate there, or serve with --no-generation-config"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from parse_infer.cli.app import app, main
 from parse_infer.evaluation.ladder import CASES, Acceptance, advise, predict_speedup
 from parse_infer.evaluation.serving_costs import Costs
 
+ZOO = Path(__file__).parents[3] / "zoo" / "parse_zoo" / "models"
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
@@ -91,6 +93,16 @@ def test_a_free_draft_model_is_as_fast_as_the_tokens_per_forward():
 )
 def test_the_step_is_the_last_that_can_be_taken(usable, step):
     assert advise(costs(), usable).step == step
+
+
+def test_answers_of_models_that_are_not_embedded_may_be_longer(file, tmp_path, capsys):
+    copy = tmp_path / "own"
+    shutil.copytree(ZOO / "target", copy)
+    held = json.loads(Path(file).read_text()) | {"target": str(copy)}
+    Path(file).write_text(json.dumps(held))
+    assert main(["advise", "--target", str(copy), "--draft", "zoo:draft", "--costs", file]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parse-infer ")]
+    assert printed and all("--max-new-tokens 512" in line for line in printed)
 
 
 def test_a_slow_draft_model_and_a_saturated_server_are_advised_against():

@@ -108,7 +108,8 @@ def test_the_terminals_table_shows_every_mode_and_figure(width):
         "accuracy_diff": -0.133,
         "accuracy_diff_ci": (-0.285, 0.031),
     }
-    figures |= {"tokens_per_s": 12345.0, "speedup": 13.73, "speedup_ci": (13.53, 13.93), "time_speedup": 13.5}
+    figures |= {"tokens_per_s": 12345.0, "speedup": 13.73, "speedup_ci": (13.53, 13.93), "over_lossless": 15.43}
+    figures |= {"over_lossless_ci": (15.01, 15.99)}
     figures |= {"seconds_per_answer": 12.345, "first_text_s": 1.234, "longest_wait_s": 1.234, "acceptance_rate": 0.876}
     figures |= {"drafted": 123.45, "target_forwards": 123.4, "acceptance_length": 12.34, "limit_share": 0.876}
     results = {
@@ -130,6 +131,8 @@ def test_the_terminals_table_shows_every_mode_and_figure(width):
         "[-28.5, +3.1]",
         "12345",
         "[13.53, 13.93]",
+        "15.43×",
+        "[15.01, 15.99]",
         "12.345",
         "123.45",
         "123.4",

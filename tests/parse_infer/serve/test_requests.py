@@ -177,9 +177,7 @@ def test_a_promise_that_does_not_cover_the_default_sampling_is_known_at_the_star
     try:
         promised = RiskSettings(0.05)
         warning = unpromised_default(runner, ApiSettings(risk_settings=promised))
-        assert (
-            warning and "(temperature 0.7, top_p 0.8, top_k 20), which the promise does not cover (greedy" in warning
-        )
+        assert warning and "(temperature 0.7, top_p 0.8, top_k 20), without a promise: " in warning
         assert unpromised_default(runner, ApiSettings(risk_settings=promised, generation_config=False)) is None
         assert unpromised_default(runner, ApiSettings()) is None
     finally:

@@ -17,7 +17,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation import draft_model
+from parse_infer.speculation import draft_model_proposer
 from parse_infer.speculation.decode import speculative_decode
 from parse_infer.speculation.draft_model_proposer import DraftModelProposer
 from parse_infer.speculation.proposer import TokenTree
@@ -145,7 +145,7 @@ def test_the_read_of_a_prompt_is_not_what_a_token_costs(pair, monkeypatch):
     monkeypatch.setattr(BlockLength, "end_after", lambda self, survival: False)
     monkeypatch.setattr(BlockLength, "note", lambda self, *block, added: noted.append(block))
     clock = itertools.chain([0.0, 100.0], itertools.count(101.0))
-    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(draft_model_proposer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     tree = drafter.propose(ids, 5, Sampling(), None)
     tree.on_read(0, 1.0, 6)
     (_, _, _, draft_s, _, _), n = noted[0], len(tree.tokens)
