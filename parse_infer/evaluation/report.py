@@ -97,7 +97,7 @@ def summarise(
 
 
 def _compared(records: Sequence[Record]) -> list[Record]:
-    """Without references, count answers equal to the target's as right; without its mode, to lossless speculation's."""
+    """Without references, answers equal to the target's are right; without its mode, to lossless speculation's."""
     base = "target" if any(r.mode == "target" for r in records) else LOSSLESS
     own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == base}
     return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]

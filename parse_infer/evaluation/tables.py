@@ -219,10 +219,10 @@ def _notes(results: dict[str, Any]) -> list[str]:
     limit = f" Here it is {results['limit']['tokens_per_s']:.0f} tokens/s." if results["limit"] else ""
     lines = [
         "To target: difference in percentage points (without that mode: to target+draft, whose greedy answers in "
-        "float32 are the target's own). Forwards: of the target, per answer; tokens each: tokens per forward. Brackets: 95 % "
-        "intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap over problems for "
-        "speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target alone; over "
-        "lossless: over target+draft. Accepted: share of draft tokens that became part of the answer. "
+        "float32 are the target's own). Forwards: of the target, per answer; tokens each: tokens per forward. "
+        "Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap over "
+        "problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target "
+        "alone; over lossless: over target+draft. Accepted: share of draft tokens that became part of the answer. "
         f"Limit: the draft model alone plus one target forward over prompt and draft.{limit}"
     ]
     note = acceptance_note(results)
