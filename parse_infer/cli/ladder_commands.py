@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parse_infer.settings.sampling import Sampling
 
 PROMPTS = "prompts.jsonl"
+RULE = "relaxed_acceptance"  # the fastest in docs/results/rules.md under a promise of 5 %
 Commands = tuple[str, list[list[str]]]
 """A heading, and the commands to run under it."""
 
@@ -74,8 +75,8 @@ class Situation:
         if self.adapter is not None:
             own = [*calibrate, "--adapter", self.adapter, "--out", "runs/judge"]
             return [*found, (f"Calibrate your adapter (step 3), {_then('judge')}:", [own])]
-        rule = [*calibrate, "--judge", "min_p", "--out", "runs/rule"]
-        found.append((f"Calibrate a rule (step 2), {_then('rule')} --judge min_p:", [rule]))
+        rule = [*calibrate, "--judge", RULE, "--out", "runs/rule"]
+        found.append((f"Calibrate a rule (step 2), {_then('rule')} --judge {RULE}:", [rule]))
         if step == "rule":
             folder = "runs/transferred"
             transfer = ["transfer", "zoo:smollm2-adapter", "--target", self.target, "--out", folder]
