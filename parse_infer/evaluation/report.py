@@ -160,10 +160,8 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, s
         "accuracy_ci": wilson_interval(sum(right), n) if samples == 1 else mean_interval(shares, seed=seed),
         "accuracy_diff": None,
         "accuracy_diff_ci": None,
-        **dict.fromkeys(
-            ("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "over_lossless", "over_lossless_ci")
-        ),
-        **dict.fromkeys(("acceptance_rate", "limit_share")),
+        **dict.fromkeys(("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "over_lossless")),
+        **dict.fromkeys(("over_lossless_ci", "acceptance_rate", "limit_share")),
         **costs(rows),
         "drafter_forwards": sum(r.drafter_forwards or 0 for r in rows) / n,
         "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),

@@ -90,6 +90,7 @@ def advise(
     for name in (pair[1], *([adapter] if adapter else [])):
         resolve(name)
     placement = [*(["--device", device] if device else []), *(["--dtype", dtype] if dtype != "auto" else [])]
+    options.read_pairs(template_option, "--template-option")  # raises for one that no command would take
     answers = [part for value in template_option or () for part in ("--template-option", value)]
     if max_new_tokens is not None or target not in PAIRS:
         answers += ["--max-new-tokens", str(max_new_tokens or 512)]

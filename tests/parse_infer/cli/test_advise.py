@@ -95,6 +95,11 @@ def test_the_step_is_the_last_that_can_be_taken(usable, step):
     assert advise(costs(), usable).step == step
 
 
+def test_a_server_gains_if_drafts_are_accepted_as_in_the_named_run():
+    for usable, case in (([], "public pair, maths"), (["judge"], "tuned pair, maths")):
+        assert f"accepted as in {case}" in advise(costs(answer_tokens=40), usable, rate=1e-3).reasons[-1]
+
+
 def test_answers_of_models_that_are_not_embedded_may_be_longer(file, tmp_path, capsys):
     copy = tmp_path / "own"
     shutil.copytree(ZOO / "target", copy)
@@ -203,6 +208,7 @@ def test_a_pair_is_timed_from_its_configuration(capsys):
         ("--target zoo:target --costs FILE --adapter ./none", "./none"),
         ("--target zoo:target --costs FILE --rate 0", "--rate 0 is no arrival rate"),
         ("--target zoo:target --costs FILE --top-p 2", "top_p must be a number above 0 and at most 1"),
+        ("--target zoo:target --costs FILE --template-option think", "--template-option 'think' is not KEY=VALUE"),
         ("--target Qwen/Qwen3-8B --costs FILE", "needs a draft model of its own: give one with --draft"),
         ("--draft zoo:draft", "--target"),
     ],

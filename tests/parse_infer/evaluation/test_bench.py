@@ -617,6 +617,17 @@ def test_lossless_speculation_is_a_baseline_with_and_without_the_target():
     assert (both["parse:whole"]["accuracy_diff"], both["target+draft"]["accuracy_diff"]) == (0.0, 0.5)
 
 
+def test_without_references_answers_are_compared_with_the_targets_own():
+    def one(mode: str, text: str) -> Record:
+        return replace(record("a", mode, 1.0, 10, text=text), correct=None)
+
+    records = [one("target+draft", "own"), one("parse:whole", "other")]
+    modes = summarise(records, ["a"], {})["modes"]
+    assert (modes["target+draft"]["accuracy"], modes["parse:whole"]["accuracy_diff"]) == (1, -1)
+    modes = summarise([*records, one("target", "other")], ["a"], {})["modes"]
+    assert (modes["target+draft"]["accuracy_diff"], modes["parse:whole"]["accuracy_diff"]) == (-1, 0)
+
+
 def test_the_median_of_repeats_counts():
     records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
     assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5

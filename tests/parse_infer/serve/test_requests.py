@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from parse_infer.cli.app import main
 from parse_infer.cli.commands.serve import unpromised_default
 from parse_infer.request.output import Generation
 from parse_infer.serve.settings import ApiSettings, RiskSettings
@@ -180,8 +182,24 @@ def test_a_promise_that_does_not_cover_the_default_sampling_is_known_at_the_star
         assert warning and "(temperature 0.7, top_p 0.8, top_k 20), without a promise: " in warning
         assert unpromised_default(runner, ApiSettings(risk_settings=promised, generation_config=False)) is None
         assert unpromised_default(runner, ApiSettings()) is None
+        sampled = replace(runner.calibrations[0], sampling=Sampling(0.7, 0.8, 20))
+        runner.calibrations = (runner.calibrations[0], sampled)
+        assert unpromised_default(runner, ApiSettings(risk_settings=promised)) is None
+        sampled = replace(sampled, promises=dict.fromkeys(sampled.promises))
+        runner.calibrations = (runner.calibrations[0], sampled)
+        assert "without a promise" in str(unpromised_default(runner, ApiSettings(risk_settings=promised)))
     finally:
         runner.close()
+
+
+def test_the_start_of_a_server_logs_it(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "parse_infer.cli.commands.serve.unpromised_default", lambda runner, settings: "no promise there"
+    )
+    monkeypatch.setattr("parse_infer.serve.server.ApiServer.run", lambda self, sockets: self._on_start())
+    assert main(["serve", "--port", "0"]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert (line["level"], line["event"]) == ("warning", "no promise there")
 
 
 @pytest.mark.slow
