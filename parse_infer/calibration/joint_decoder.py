@@ -2,24 +2,29 @@
 
 The draft model proposes one token, which a rule keeps or the target replaces. So an answer has the text that blocks of
 any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
-Answers under several rules and thresholds are decoded once until their texts differ.
+Answers under several rules and thresholds are decoded once until their texts differ. A draft model with a reduced
+vocabulary reads an answer in its own tokens, of which one of the target's may be several: the target waits meanwhile.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, TokenStream
+from parse_infer.drafters.model_drafter import share_tokens
 from parse_infer.errors import ModelError
 from parse_infer.judge.rules.rule import RuleJudge
 from parse_infer.judge.token_logprobs import read_logprobs
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow
-from parse_infer.models.loading import LanguageModel, same_tokenizer
+from parse_infer.models.loading import LanguageModel
+from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.detokenizer import Detokenizer
@@ -59,12 +64,59 @@ class _Branch:
         places: of these points in the row; none: the answer has ended.
         text: the answer so far.
         inside: the target has begun a character, and goes on, as in `speculate`.
+        unread: draft tokens of this text that the draft model has yet to read.
+        alone: the draft model cannot continue, and the target writes the rest.
     """
 
     row: int
     places: list[int]
     text: Detokenizer
     inside: bool = False
+    unread: list[int] = field(default_factory=list)
+    alone: bool = False
+
+    def fork(self, places: list[int]) -> _Branch:
+        return replace(self, places=places, text=self.text.fork(), unread=[*self.unread])
+
+
+class _DraftTokens:
+    """The draft model's tokens and the target's, one at a time: as in the engine's blocks (`TokenStream`).
+
+    Raises:
+        ValueError: tokens of the draft model are not tokens of the target.
+    """
+
+    def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
+        self._draft, self._target = draft, target
+        self._shared = share_tokens(draft, target)
+        self._map = None if self._shared else token_map(draft.tokenizer, target.tokenizer)
+        if not self._shared and self._map is None:
+            raise ModelError("draft model and target have different tokens")
+        self._proposals: dict[int, int | None] = {}
+        self._translation = self._of("any prompt")
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        return self._of(prompt).prompt_ids
+
+    def proposal(self, token: int) -> int | None:
+        """The target's token for one of the draft model; None if there is none."""
+        if token not in self._proposals:
+            block = TokenStream(self._translation, [], 1, self._map)
+            block.add([token])
+            self._proposals[token] = next(iter(block.block().ids), None)
+        return self._proposals[token]
+
+    def of(self, token: int) -> Sequence[int]:
+        """The draft model's tokens for one of the target."""
+        return (token,) if self._map is None else self._map.from_target(token)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Whether no draft follows an answer that goes on with these tokens of the draft model."""
+        ends = bool(tokens) and tokens[-1] in self._translation.end_ids
+        return ends or max(tokens, default=0) >= self._draft.n_embeddings
+
+    def _of(self, prompt: Prompt) -> CrossTokenizerDraft:
+        return CrossTokenizerDraft(self._draft, self._target, self._shared, prompt)
 
 
 class JointDecoder:
@@ -87,8 +139,7 @@ class JointDecoder:
             if not isinstance(judge, RuleJudge) or judge.looks_ahead:
                 raise ModelError("this judge reads more than one token: give a rule such as min_p")
             self._rules.append(judge)
-        if not same_tokenizer(target.tokenizer, draft.tokenizer):
-            raise ModelError("draft model and target have different tokens")
+        self._tokens = _DraftTokens(draft, target)
         enable_split_attention(draft.model)  # shared keys and values are not copied
         self._models, self._size = (target, draft), batch_size
 
@@ -104,11 +155,16 @@ class JointDecoder:
         found = [[JointAnswer() for _ in row.points] for row in rows]
         prompts = {id(row.prompt): row.prompt for row in rows}
         contexts = dict(zip(prompts, range(len(prompts)), strict=True))
-        ends = self._models[0].eos_ids
-        decoders = [BatchDecoder(lm.model, ends, self._size, lm.decoder.fast) for lm in self._models]
+        target, draft = self._models
+        decoders = [
+            BatchDecoder(lm.model, ends, self._size, lm.decoder.fast)
+            for lm, ends in ((target, target.eos_ids), (draft, ()))
+        ]
+        own = [self._tokens.prompt(prompt) for prompt in prompts.values()]
+        fits = [len(ids) < draft.window for ids in own]
         prefilled = [
-            decoder.prefill([lm.render(prompt) for prompt in prompts.values()])
-            for decoder, lm in zip(decoders, self._models, strict=True)
+            decoders[0].prefill([target.render(prompt) for prompt in prompts.values()]),
+            decoders[1].prefill([ids if fit else ids[:1] for ids, fit in zip(own, fits, strict=True)]),
         ]
         batches = [decoder.batch() for decoder in decoders]  # with the same slots
         waiting = deque(enumerate(rows))
@@ -120,18 +176,26 @@ class JointDecoder:
                 arriving.append(waiting.popleft())
                 running += len(arriving[-1][1].points)
             slots: list[int] = []
-            for batch, decoder, context in zip(batches, decoders, prefilled, strict=True):
-                starts = [(contexts[id(row.prompt)], row.max_new_tokens) for _, row in arriving]
-                slots = batch.add([decoder.run(context, BatchRow(i, len(context.ids[i]), n)) for i, n in starts])
+            for batch, decoder, context, lm in zip(batches, decoders, prefilled, self._models, strict=True):
+                runs = []
+                for _, row in arriving:
+                    number = contexts[id(row.prompt)]
+                    length = len(context.ids[number])
+                    # A draft model's run ends with the target's.
+                    budget = min(row.max_new_tokens, lm.window - length) if lm is target else sys.maxsize
+                    runs.append(decoder.run(context, BatchRow(number, length, budget)))
+                slots = batch.add(runs)
             for slot, (i, row) in zip(slots, arriving, strict=True):
-                text = Detokenizer(self._models[0].tokenizer)
-                branches[slot : slot + 1] = [_Branch(i, [*range(len(row.points))], text)]
+                alone = not fits[contexts[id(row.prompt)]]
+                branches[slot : slot + 1] = [
+                    _Branch(i, [*range(len(row.points))], Detokenizer(target.tokenizer), alone=alone)
+                ]
             self._step(batches, branches, rows, found)
             for slot, run in enumerate(batches[0].runs):
                 if run.ended:
                     for place in branches[slot].places:
                         found[branches[slot].row][place].ids = run.written
-                    branches[slot].places = []
+                    branches[slot].places, batches[1].runs[slot].ended = [], True
             # Removing slots copies all keys and values, and answers that split need free slots.
             if not waiting and 2 * sum(not branch.places for branch in branches) >= len(branches):
                 branches = [branch for branch in branches if branch.places]
@@ -148,14 +212,20 @@ class JointDecoder:
     ) -> None:
         """Write one token of every answer; where its points disagree about it, the answer becomes two."""
         target, draft = batches
-        proposed, logits = draft.logits().argmax(-1), target.logits()
+        drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
+        tokens: list[int | None] = [
+            None if branch.alone or branch.unread or not branch.places else self._tokens.proposal(token)
+            for branch, token in zip(branches, drafted, strict=True)
+        ]
+        proposed = torch.tensor([token or 0 for token in tokens], device=logits.device)
         read = read_logprobs(logits, proposed, lambda scores: scores, max(rule.k for rule in self._rules))
         validity = [rule.validity_of_each(read.first(rule.k)).tolist() for rule in self._rules]
-        tokens = proposed.tolist()
         forks: list[tuple[int, int, _Branch]] = []
         for slot, branch in enumerate(branches):
-            row, inside = rows[branch.row], branch.inside
-            rejected = [p for p in branch.places if inside or validity[row.points[p][0]][slot] < row.points[p][1]]
+            if branch.unread:
+                continue
+            row, writes = rows[branch.row], branch.inside or tokens[slot] is None
+            rejected = [p for p in branch.places if writes or validity[row.points[p][0]][slot] < row.points[p][1]]
             branch.inside = False
             if not rejected:
                 continue
@@ -168,7 +238,7 @@ class JointDecoder:
                 continue
             if len(rejected) < len(branch.places):
                 branch.places = [place for place in branch.places if place not in rejected]
-                forks.append((slot, own, _Branch(branch.row, rejected, branch.text.fork(), not ahead.complete)))
+                forks.append((slot, own, replace(branch.fork(rejected), inside=not ahead.complete)))
             else:
                 tokens[slot], branch.inside = own, not ahead.complete
         slots: list[int] = []
@@ -176,10 +246,18 @@ class JointDecoder:
             slots = batch.add([batch.fork(slot) for slot, _, _ in forks])
         for slot, (_, own, branch) in zip(slots, forks, strict=True):
             branches[slot : slot + 1], tokens[slot : slot + 1] = [branch], [own]
-        for branch, token in zip(branches, tokens, strict=True):
-            branch.text.add([token])
-        for batch in batches:
-            batch.write(tokens)
+        read_next: list[int | None] = []
+        for branch, run, token in zip(branches, draft.runs, tokens, strict=True):
+            if token is not None and branch.places:
+                branch.text.add([token])
+                branch.unread = [*self._tokens.of(token)]
+                branch.alone |= self._tokens.end(branch.unread)
+                branch.alone |= run.position + 1 + len(branch.unread) >= self._models[1].window
+            if branch.alone:
+                branch.unread = []
+            read_next.append(branch.unread.pop(0) if branch.unread else None)
+        target.write(tokens)
+        draft.write(read_next)
 
     def _own(self, logits: Tensor, sampling: Sampling, place: int) -> int:
         """The target's own token, by the random numbers that the engine has at this place of an answer."""

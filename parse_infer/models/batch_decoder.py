@@ -131,11 +131,12 @@ class Batch:
         assert self._kv is not None
         return self._decoder._next(self._kv, self.runs)
 
-    def write(self, chosen: Sequence[int]) -> None:
-        """Let every slot whose run has not ended write its token of `chosen`."""
+    def write(self, chosen: Sequence[int | None]) -> None:
+        """Let every slot whose run has not ended write its token of `chosen`; None: it waits, and repeats its last
+        position."""
         self._decoder.steps += 1
         for run, token in zip(self.runs, chosen, strict=True):
-            if not run.ended:
+            if token is not None and not run.ended:
                 self._decoder.tokens += 1
                 run.written.append(token)
                 run.token, run.position = token, run.position + 1

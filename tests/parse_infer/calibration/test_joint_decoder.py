@@ -24,7 +24,7 @@ from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
 from parse_infer.speculation.registry import load_token_drafter
 from tests.parse_infer.calibration.test_calibration import Problem
-from tests.parse_infer.language_models import printable, reduced_pair
+from tests.parse_infer.language_models import printable, reduced_pair, word_tokenizer
 
 JUDGES = ("min_p", "accept_threshold", "relaxed_acceptance", "typical_acceptance")
 THRESHOLDS = (1.0, 0.9, 0.3, 0.01)
@@ -33,14 +33,21 @@ N = 16
 
 
 @pytest.fixture
-def pair(make_engine: Callable[..., ParseEngine], request: pytest.FixtureRequest) -> ParseEngine:
+def pair(
+    make_engine: Callable[..., ParseEngine], make_model: Callable[..., PreTrainedModel], request: pytest.FixtureRequest
+) -> ParseEngine:
     """Random models, with many end tokens, or they would seldom write one. Sampled answers are of letters: inside a
     character the engine goes on with the random numbers of the last token."""
-    engine = make_engine(noise=0.3)
+    reduced = "reduced" in request.node.name
+    if reduced:
+        rule = find_rule("min_p").load(word_tokenizer())
+        engine = ParseEngine.from_models(*reduced_pair(make_model, noise=0.3), rule)
+    else:
+        engine = make_engine(noise=0.3)
     if "sampled" in request.node.name:
         for model in (engine.target, engine.draft):
             printable(model.model, model.tokenizer)
-    for model in (engine.target, engine.draft):
+    for model in (engine.target,) if reduced else (engine.target, engine.draft):
         model.eos_ids = {*model.eos_ids, *range(5, model.n_embeddings, 25)}
         model.decoder.eos_ids = frozenset(model.eos_ids)
     return engine
@@ -59,8 +66,11 @@ def decoder(engines: list[ParseEngine], batch_size: int) -> JointDecoder:
     return JointDecoder(one.target, one.draft, [each.backend.judge for each in engines], batch_size)
 
 
+@pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
-def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampling, monkeypatch: pytest.MonkeyPatch):
+def test_every_answer_is_the_engines(
+    engines: list[ParseEngine], sampling: Sampling, vocabulary: str, monkeypatch: pytest.MonkeyPatch
+):
     """Of every rule, threshold, prompt and seed, in batches of any size."""
     widths, logits = [], Batch.logits
     monkeypatch.setattr(Batch, "logits", lambda batch: widths.append(len(batch.runs)) or logits(batch))
@@ -87,6 +97,21 @@ def test_every_answer_is_the_engines(engines: list[ParseEngine], sampling: Sampl
                 assert answer.ids == generation.token_ids, (batch_size, row.prompt, JUDGES[rule], threshold)
                 kept = generation.stats.accepted_tokens
                 assert answer.rejected >= len(answer.ids) - kept, "each target token stands for a rejected one"
+
+
+@pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
+@pytest.mark.parametrize("room", [-1, 0, 1, 6])
+def test_behind_the_draft_models_window_the_target_writes(engines: list[ParseEngine], vocabulary: str, room: int):
+    target, draft, prompt = engines[0].target, engines[0].draft, PROMPTS[1]
+    draft.window = len(draft.render(prompt)) + room
+    target.window = len(target.render(prompt)) + 12
+    points = tuple((0, each) for each in THRESHOLDS)
+    (answers,) = decoder(engines, 4).answers([JointRow(prompt, points, N)])
+    plain = GenerationSettings(N, block_tokens=5, adaptive=False, strict_tokens=0)
+    own = [engines[0].generate(prompt, plain, threshold=each) for each in THRESHOLDS]
+    assert [answer.ids for answer in answers] == [generation.token_ids for generation in own]
+    kept = any(generation.stats.accepted_tokens for generation in own)
+    assert kept is (room > 0), "the draft model must be heard where it has room"
 
 
 def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
