@@ -6,9 +6,10 @@
 `CalibrationSettings`, and `task`, `task_option`, `split`, `seed` and `limit` of `parse-infer calibrate`. Every other
 YAML file is a rule: its keys, such as `judge` or `blocks`, come before those of `pair.yaml`. The command runs the
 calibrations that are missing, in `runs/comparison/PAIR/RULE`, and writes `results.json`, `results.md` and `figure.png`
-beside the YAML files. An interrupted run continues with the same command.
+beside the YAML files. An interrupted run continues with the same command. A rule that `results.json` has with the same
+options is not measured again.
 
-With `batch_size` above 1 in `pair.yaml`, all rules are measured in one (`tools.joint_comparison`).
+Rules with a `batch_size` above 1 are measured in one (`tools.joint_comparison`).
 """
 
 from __future__ import annotations
@@ -174,26 +175,33 @@ def compare(
 ) -> None:
     """Compare judges and acceptance rules on one pair of models."""
     runs = read_runs(pair)
-    joint = [run for run in runs if run.settings.batch_size > 1]
-    if not render_only and any(not run.done for run in joint):
-        measure_jointly(joint, RUNS / pair.name)
-    for run in runs:
-        if not render_only and not run.done:
-            print(f"{run.name}: {run.folder}", file=sys.stderr)
-            run.measure()
-    done = [run for run in runs if run.done]
-    for run in runs:
-        if run not in done:
-            print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
-    if not done:
+    known = _known(pair / "results.json")
+    missing = [run for run in runs if not run.done and known.get(run.name, {}).get("options") != run.options]
+    if not render_only:
+        joint = [run for run in missing if run.settings.batch_size > 1]
+        if joint:
+            measure_jointly(joint, RUNS / pair.name / "+".join(run.name for run in joint))
+        for run in missing:
+            if run not in joint:
+                print(f"{run.name}: {run.folder}", file=sys.stderr)
+                run.measure()
+        missing = []
+    for run in missing:
+        print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
+    rules = {run.name: run.results() if run.done else known[run.name] for run in runs if run not in missing}
+    if not rules:
         raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
-    rules = {run.name: run.results() for run in done}
     made = {"date": describe_run()["date"], "command": f"{COMMAND} {pair}", "pair": pair.name}
     results = {"environment": made, "rules": rules}
     write_json(pair / "results.json", results)
     write_text(pair / "results.md", markdown(results))
     draw(results, pair / "figure.png")
     print(markdown(results))
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """The results of an earlier run, maybe on another machine, by rule."""
+    return read_json(path, "delete it to measure again")["rules"] if path.is_file() else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -119,8 +119,14 @@ def _notes(results: dict[str, Any]) -> list[str]:
         "new problems, with the confidence of its calibration. Over lossless: the time of lossless speculation with "
         "the same models in the same run, over the time of the rule."
     ]
-    if len({str(rule["machine"]) for rule in rules}) > 1:
-        notes.append("The rules were timed on different machines.")
+    machines: dict[str, list[str]] = {}
+    for name, rule in results["rules"].items():
+        machines.setdefault((rule["machine"] or {}).get("cpu", "another machine"), []).append(label(name, rule))
+    if len(machines) > 1:
+        places = "; ".join(f"{', '.join(names)}: {machine}" for machine, names in machines.items())
+        notes.append(
+            f"The rules were timed on different machines, each beside its own lossless speculation ({places})."
+        )
     return notes
 
 
