@@ -231,8 +231,9 @@ def _origin_of_simulation(environment: dict[str, Any]) -> str:
 def _origin_of_rules(results: dict[str, Any]) -> str:
     first = next(iter(results["rules"].values()))
     options, machine, made = first["options"], first["machine"], results["environment"]
+    cpus = " and ".join(sorted({rule["machine"]["cpu"] for rule in results["rules"].values()}))
     return (
-        f"{options['task']}, {options['split']} split, seed {options['seed']}; {machine['cpu']}, {machine['threads']} "
+        f"{options['task']}, {options['split']} split, seed {options['seed']}; {cpus}, {machine['threads']} "
         f"thread{'' if machine['threads'] == 1 else 's'}, {first['models']['dtype']}; `{made['command']}`, "
         f"{made['date'][:10]}."
     )

@@ -108,7 +108,12 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
             raise ModelError("the models are on servers")
         if "whole" in settings.blocks or settings.acceptance != "first_failure":
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
-        return JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
+        decoder = JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
+        if any(length != "auto" and length < decoder.first_tokens for length in settings.blocks):
+            raise ModelError(
+                f"the judge tells by {decoder.first_tokens} tokens if it knows an answer: give --block-tokens auto"
+            )
+        return decoder
     except ModelError as error:
         raise CalibrationError(
             f"batch_size is {settings.batch_size}, but {error}; a batch_size of 1 always works"

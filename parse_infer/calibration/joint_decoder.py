@@ -1,8 +1,8 @@
 """Joint decoding of a target and its draft model: many answers at once, token by token, for their texts alone.
 
-The draft model proposes one token, which a rule keeps or the target replaces. So an answer has the text that blocks of
-any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
-Answers under several rules and thresholds are decoded once until their texts differ. A draft model with a reduced
+The draft model proposes one token, which a judge keeps or the target replaces. So an answer has the text that blocks
+of any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
+Answers under several judges and thresholds are decoded once until their texts differ. A draft model with a reduced
 vocabulary reads an answer in its own tokens, of which one of the target's may be several: the target waits meanwhile.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from parse_infer.calibration.joint_judges import REJECTED, Memory, joint_judge
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, TokenStream
 from parse_infer.drafters.model_drafter import share_tokens
 from parse_infer.errors import ModelError
-from parse_infer.judge.rules.rule import RuleJudge
-from parse_infer.judge.token_logprobs import read_logprobs
+from parse_infer.judge.token_logprobs import TokenLogprobs, joined, read_logprobs
 from parse_infer.models.attention import enable_split_attention
-from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow
+from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow, Contexts
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution, draw, random_generator
@@ -38,7 +38,7 @@ class JointRow:
     """One prompt and random seed at several operating points.
 
     Attributes:
-        points: rules, by their number, and thresholds.
+        points: judges, by their number, and thresholds.
         sampling: of the target; drafts are greedy. A sampled row needs a seed.
     """
 
@@ -63,6 +63,7 @@ class _Branch:
     Attributes:
         places: of these points in the row; none: the answer has ended.
         text: the answer so far.
+        memories: what the judge of each place remembers; nothing where the threshold accepts nothing.
         inside: the target has begun a character, and goes on, as in `speculate`.
         unread: draft tokens of this text that the draft model has yet to read.
         alone: the draft model cannot continue, and the target writes the rest.
@@ -71,12 +72,13 @@ class _Branch:
     row: int
     places: list[int]
     text: Detokenizer
+    memories: dict[int, Memory | None]
     inside: bool = False
     unread: list[int] = field(default_factory=list)
     alone: bool = False
 
     def fork(self, places: list[int]) -> _Branch:
-        return replace(self, places=places, text=self.text.fork(), unread=[*self.unread])
+        return replace(self, places=places, text=self.text.fork(), memories={**self.memories}, unread=[*self.unread])
 
 
 class _DraftTokens:
@@ -120,28 +122,33 @@ class _DraftTokens:
 
 
 class JointDecoder:
-    """Decodes rows with `target`, `draft` and rules. In float32 each answer equals that of the engine, and where the
-    target writes everything, a sampled one has its distribution.
+    """Decodes rows with `target`, `draft` and judges. In float32 each answer equals that of the engine. A sampled one
+    of which the target writes everything, or the rest alone, has the same distribution.
+
+    A trained head looks at the beginning of the draft model's own answer, to tell whether it can judge it
+    (`UsualDrafts`). An answer whose draft ends too early to tell is judged; the engine would look at the next draft.
 
     Args:
         batch_size: maximum number of concurrent answers, even if those of a row differ from the start. It bounds the
             memory. A single row may exceed it.
 
     Raises:
-        ValueError: models with different tokens, or a judge whose verdict depends on more than one token.
+        ValueError: models with different tokens, or a judge whose verdict depends on other tokens (`joint_judge`).
     """
 
     def __init__(
         self, target: LanguageModel, draft: LanguageModel, judges: Sequence[object], batch_size: int = 32
     ) -> None:
-        self._rules: list[RuleJudge] = []
-        for judge in judges:
-            if not isinstance(judge, RuleJudge) or judge.looks_ahead:
-                raise ModelError("this judge reads more than one token: give a rule such as min_p")
-            self._rules.append(judge)
+        self._judges = [joint_judge(judge, target) for judge in judges]
+        self._k = max(judge.k for judge in self._judges)
         self._tokens = _DraftTokens(draft, target)
         enable_split_attention(draft.model)  # shared keys and values are not copied
         self._models, self._size = (target, draft), batch_size
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens that the first block of the engine's answers must have, if the draft goes on."""
+        return max(judge.first_tokens for judge in self._judges)
 
     def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer]]:
         """Yield the answers of each row in order, one for each of its points."""
@@ -155,6 +162,7 @@ class JointDecoder:
         found = [[JointAnswer() for _ in row.points] for row in rows]
         prompts = {id(row.prompt): row.prompt for row in rows}
         contexts = dict(zip(prompts, range(len(prompts)), strict=True))
+        firsts = {contexts[id(row.prompt)]: row for row in reversed(rows)}
         target, draft = self._models
         decoders = [
             BatchDecoder(lm.model, ends, self._size, lm.decoder.fast)
@@ -166,6 +174,8 @@ class JointDecoder:
             decoders[0].prefill([target.render(prompt) for prompt in prompts.values()]),
             decoders[1].prefill([ids if fit else ids[:1] for ids, fit in zip(own, fits, strict=True)]),
         ]
+        budgets = [min(row.max_new_tokens, target.window - len(prefilled[0].ids[i])) for i, row in firsts.items()]
+        usual = self._usual(decoders, prefilled, fits, budgets)
         batches = [decoder.batch() for decoder in decoders]  # with the same slots
         waiting = deque(enumerate(rows))
         branches: list[_Branch] = []  # by slot
@@ -186,10 +196,11 @@ class JointDecoder:
                     runs.append(decoder.run(context, BatchRow(number, length, budget)))
                 slots = batch.add(runs)
             for slot, (i, row) in zip(slots, arriving, strict=True):
-                alone = not fits[contexts[id(row.prompt)]]
-                branches[slot : slot + 1] = [
-                    _Branch(i, [*range(len(row.points))], Detokenizer(target.tokenizer), alone=alone)
-                ]
+                number = contexts[id(row.prompt)]
+                begin = [judge.begin(known[number]) for judge, known in zip(self._judges, usual, strict=True)]
+                memories = {p: begin[judge] for p, (judge, _) in enumerate(row.points)}
+                places, text = [*range(len(row.points))], Detokenizer(target.tokenizer)
+                branches[slot : slot + 1] = [_Branch(i, places, text, memories, alone=not fits[number])]
             self._step(batches, branches, rows, found)
             for slot, run in enumerate(batches[0].runs):
                 if run.ended:
@@ -218,14 +229,21 @@ class JointDecoder:
             for branch, token in zip(branches, drafted, strict=True)
         ]
         proposed = torch.tensor([token or 0 for token in tokens], device=logits.device)
-        read = read_logprobs(logits, proposed, lambda scores: scores, max(rule.k for rule in self._rules))
-        validity = [rule.validity_of_each(read.first(rule.k)).tolist() for rule in self._rules]
+        read = read_logprobs(logits, proposed, lambda scores: scores, self._k)
+        verdicts = self._verdicts(branches, rows, tokens, read)
         forks: list[tuple[int, int, _Branch]] = []
+        written: list[tuple[_Branch, list[int], int]] = []
         for slot, branch in enumerate(branches):
             if branch.unread:
                 continue
-            row, writes = rows[branch.row], branch.inside or tokens[slot] is None
-            rejected = [p for p in branch.places if writes or validity[row.points[p][0]][slot] < row.points[p][1]]
+            row, rejected = rows[branch.row], list[int]()
+            for place in branch.places:
+                judge, threshold = row.points[place]
+                validity, memory = verdicts[judge].get((slot, id(branch.memories[place])), (REJECTED, None))
+                if threshold > 1 or validity < threshold:
+                    rejected.append(place)
+                else:
+                    branch.memories[place] = memory
             branch.inside = False
             if not rejected:
                 continue
@@ -235,12 +253,15 @@ class JointDecoder:
             ahead = branch.text.fork()
             ahead.add([own])
             if own == tokens[slot] and ahead.complete:  # drawn, and so the same answer
-                continue
-            if len(rejected) < len(branch.places):
+                written.append((branch, rejected, own))
+            elif len(rejected) < len(branch.places):
                 branch.places = [place for place in branch.places if place not in rejected]
                 forks.append((slot, own, replace(branch.fork(rejected), inside=not ahead.complete)))
+                written.append((forks[-1][2], rejected, own))
             else:
                 tokens[slot], branch.inside = own, not ahead.complete
+                written.append((branch, rejected, own))
+        self._read(rows, written)
         slots: list[int] = []
         for batch in batches:
             slots = batch.add([batch.fork(slot) for slot, _, _ in forks])
@@ -258,6 +279,74 @@ class JointDecoder:
             read_next.append(branch.unread.pop(0) if branch.unread else None)
         target.write(tokens)
         draft.write(read_next)
+
+    def _verdicts(
+        self, branches: Sequence[_Branch], rows: Sequence[JointRow], tokens: Sequence[int | None], read: TokenLogprobs
+    ) -> list[dict[tuple[int, int], tuple[float, Memory | None]]]:
+        """By judge, the validity of each proposed token after each memory, and the memory if it is accepted; keys are
+        slots and memories."""
+        asked: list[dict[tuple[int, int], Memory | None]] = [{} for _ in self._judges]
+        for slot, branch in enumerate(branches):
+            if tokens[slot] is None or branch.inside:
+                continue
+            for place in branch.places:
+                judge, threshold = rows[branch.row].points[place]
+                if threshold <= 1:
+                    asked[judge][slot, id(branch.memories[place])] = branch.memories[place]
+        verdicts = []
+        for each, some in zip(self._judges, asked, strict=True):
+            part = read.part(torch.tensor([slot for slot, _ in some], dtype=torch.long, device=read.ids.device))
+            answers = each.judge(part.first(each.k), [*some.values()]) if some else ([], [])
+            verdicts.append(dict(zip(some, zip(*answers, strict=True), strict=True)))
+        return verdicts
+
+    def _read(self, rows: Sequence[JointRow], written: Sequence[tuple[_Branch, list[int], int]]) -> None:
+        """Let the judges of these places of branches read a token that the target has written."""
+        new: list[dict[tuple[int, int], Memory | None]] = [{} for _ in self._judges]
+        for branch, places, own in written:
+            for place in places:
+                judge, threshold = rows[branch.row].points[place]
+                if threshold <= 1:
+                    new[judge][own, id(branch.memories[place])] = branch.memories[place]
+        for each, some in zip(self._judges, new, strict=True):
+            if some:
+                some |= zip(some, each.read([own for own, _ in some], [*some.values()]), strict=True)
+        for branch, places, own in written:
+            for place in places:
+                judge, threshold = rows[branch.row].points[place]
+                if threshold <= 1:
+                    branch.memories[place] = new[judge][own, id(branch.memories[place])]
+
+    def _usual(
+        self,
+        decoders: Sequence[BatchDecoder],
+        prefilled: Sequence[Contexts],
+        fits: Sequence[bool],
+        budgets: Sequence[int],
+    ) -> list[list[bool]]:
+        """By judge, whether it can judge the draft model's answer to each prompt, by what the target says of its first
+        tokens."""
+        parts: list[list[TokenLogprobs]] = [[] for _ in fits]
+        target, draft = batches = [decoder.batch() for decoder in decoders]
+        for batch, decoder, context in zip(batches, decoders, prefilled, strict=True):
+            lengths = map(len, context.ids)
+            batch.add([decoder.run(context, BatchRow(i, n, budgets[i])) for i, n in enumerate(lengths)])
+        going = [*fits]
+        for _ in range(self.first_tokens):
+            drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
+            tokens = [self._tokens.proposal(token) if go else None for go, token in zip(going, drafted, strict=True)]
+            ids = torch.tensor([token or 0 for token in tokens], device=logits.device)
+            read = read_logprobs(logits, ids, lambda scores: scores, self._k)
+            target.write(tokens)
+            draft.write([None if token is None else own for token, own in zip(tokens, drafted, strict=True)])
+            for slot, token in enumerate(tokens):
+                if token is not None:
+                    parts[slot].append(read.part(torch.tensor([slot], device=ids.device)))
+                run = draft.runs[slot]
+                going[slot] &= token is not None and not target.runs[slot].ended
+                going[slot] &= run.position + 1 < self._models[1].window
+        beginnings = [joined(part) if part else None for part in parts]
+        return [[each is None or judge.usual(each.first(judge.k)) for each in beginnings] for judge in self._judges]
 
     def _own(self, logits: Tensor, sampling: Sampling, place: int) -> int:
         """The target's own token, by the random numbers that the engine has at this place of an answer."""

@@ -7,7 +7,6 @@ fingerprint, so a calibration holds for this floor only. A threshold of 0 accept
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -56,7 +55,7 @@ class FlooredScorer:
             return self._scorer.score(reading, carried)
         reading = replace(reading, found=reading.logprobs(self.k))  # one pass of the output layer for both
         verdict = self._scorer.score(reading, carried)
-        below = self._floor.doubts(reading.logprobs(self._floor.k)) > -math.log(self._floor.threshold)
+        below = self._floor.is_below(reading.logprobs(self._floor.k))
         first = next((i for i, is_below in enumerate(below.tolist()) if is_below), len(reading.draft))
         validity = [0.0 if cut > first else value for cut, value in zip(verdict.cuts, verdict.validity, strict=True)]
         return replace(verdict, validity=validity)

@@ -141,7 +141,7 @@ class LogprobScorer:
         usual: UsualDrafts | None = None,
         to_validity: Callable[[Tensor], Tensor] = torch.sigmoid,
     ) -> None:
-        self.head, self.texts, self.usual, self._to_validity = head, texts, usual, to_validity
+        self.head, self.texts, self.usual, self.to_validity = head, texts, usual, to_validity
         self.bias: Tensor = head.bias
         self.k = head.config.k
 
@@ -154,7 +154,7 @@ class LogprobScorer:
 
     def score(self, reading: Reading, carried: Carried) -> Verdict:
         score = partial(self.token_scores, carried=carried, written=reading.written)
-        return token_verdict(reading, self.k, score, self._to_validity)
+        return token_verdict(reading, self.k, score, self.to_validity)
 
     @torch.inference_mode()
     def token_scores(

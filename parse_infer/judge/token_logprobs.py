@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +54,10 @@ class TokenLogprobs:
         """The same with the first `k` choices only."""
         return replace(self, top_ids=self.top_ids[..., :k], top=self.top[..., :k])
 
+    def part(self, rows: Tensor) -> TokenLogprobs:
+        """Some of the tokens, [n] indices."""
+        return TokenLogprobs(self.ids[rows], self.own[rows], self.top_ids[rows], self.top[rows])
+
     @property
     def features(self) -> Tensor:
         """Numbers that a `LogprobHead` reads, float32 [T, `n_features(k)`]: log-probability, gap to the first choice,
@@ -64,6 +68,11 @@ class TokenLogprobs:
         rank = (self.top > self.own[..., None]).sum(-1).float()
         columns = [own / 3, (top[..., 0] - own) / 3, rank.log1p(), self.entropy, left.log() / 3]
         return torch.cat([torch.stack([*columns, self.is_greedy_choice.float()], -1), top / 3], dim=-1)
+
+
+def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    """The tokens of all parts, one after the other."""
+    return TokenLogprobs(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenLogprobs)))
 
 
 def n_features(k: int) -> int:

@@ -6,6 +6,7 @@ and on any server.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from functools import partial
@@ -63,6 +64,10 @@ class TokenRule(ABC):
 
     def load(self, tokenizer: PreTrainedTokenizerBase, model: object = None) -> RuleJudge:
         return RuleJudge(self, tokenizer)
+
+    def is_below(self, found: TokenLogprobs) -> Tensor:
+        """Whether these options reject each token, bool [T]."""
+        return self.doubts(found) > -math.log(self.threshold)
 
     @torch.inference_mode()
     def doubts(self, found: TokenLogprobs) -> Tensor:

@@ -59,7 +59,7 @@ class StreamScorer(LogprobScorer):
             written=reading.written,
             correct=partial(self._corrected, reading, carried),
         )
-        return token_verdict(reading, self.k, score, self._to_validity)
+        return token_verdict(reading, self.k, score, self.to_validity)
 
     def _corrected(self, reading: Reading, carried: Carried, doubt: Tensor, hidden: Tensor) -> Tensor:
         """Return the corrected doubt [T], of which the target's first choices are -inf."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import CalibrationError, ModelError
 from parse_infer.files import read_jsonl
+from parse_infer.judge.floor import FlooredJudge
 from parse_infer.judge.registry import find_rule
+from parse_infer.judge.rules.min_p import MinP
 from parse_infer.models.batch_decoder import Batch
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import GenerationSettings
@@ -30,6 +33,8 @@ JUDGES = ("min_p", "accept_threshold", "relaxed_acceptance", "typical_acceptance
 THRESHOLDS = (1.0, 0.9, 0.3, 0.01)
 PROMPTS = ("Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?")
 N = 16
+# The mean of a feature is usual between two values: only the log-probability over 8 tokens decides.
+USUAL = {"2": [[-0.9, *[-1e9] * 6], [0.0, *[1e9] * 6]]}
 
 
 @pytest.fixture
@@ -97,6 +102,39 @@ def test_every_answer_is_the_engines(
                 assert answer.ids == generation.token_ids, (batch_size, row.prompt, JUDGES[rule], threshold)
                 kept = generation.stats.accepted_tokens
                 assert answer.rejected >= len(answer.ids) - kept, "each target token stands for a rejected one"
+
+
+@pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
+def test_every_answer_of_a_trained_head_is_the_engines(
+    pair: ParseEngine, random_adapter: Callable[..., Any], sampling: Sampling, vocabulary: str
+):
+    """Of a head that judges all drafts, of one that knows some of them, and of both with a floor."""
+    target, draft = pair.target, pair.draft
+    every, some = (random_adapter(target.model, seed) for seed in (1, 2))
+    some.config.logprobs["usual"] = USUAL
+    guesses = load_token_drafter("draft", target, draft)
+    judges = [every, some, FlooredJudge(every, MinP(0.2)), FlooredJudge(some, MinP(0.2))]
+    engines = [ParseEngine.from_models(target, draft, judge, target_drafter=guesses) for judge in judges]
+    thresholds = [0.9, 0.6, 0.4, 0.1, 0.0, *([ACCEPT_NOTHING] if sampling.greedy else [])]
+    points = tuple((judge, each) for judge in range(4) for each in thresholds)
+    rows = [
+        JointRow(prompt, points, N, sampling if sampling.greedy else replace(sampling, seed=7)) for prompt in PROMPTS
+    ]
+    unusual, lengths, kept = set(), set(), set()
+    for size in (4, 64):
+        for row, answers in zip(rows, JointDecoder(target, draft, judges, size).answers(rows), strict=True):
+            plain = GenerationSettings(
+                N, block_tokens=32, adaptive=False, strict_tokens=0, resume_sampling=row.sampling
+            )
+            for (judge, threshold), answer in zip(points, answers, strict=True):
+                own = engines[judge].generate(row.prompt, plain, threshold=threshold)
+                assert answer.ids == own.token_ids, (size, row.prompt, judge, threshold)
+                unusual.add((judge, own.fallback))
+                lengths.add(len(own.token_ids))
+                kept.add(own.stats.accepted_tokens)
+    assert {(0, None), (1, None), (1, "unusual_draft")} <= unusual, f"of the second, some must be unusual: {unusual}"
+    assert len(lengths) > 1 and len(kept) > 3
 
 
 @pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
@@ -193,13 +231,11 @@ def test_a_calibration_in_batches_counts_the_same_losses(
 
 
 def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
-    make_model: Callable[..., PreTrainedModel], pair: ParseEngine, tmp_path: Path
+    make_model: Callable[..., PreTrainedModel], random_adapter: Callable[..., Any], pair: ParseEngine, tmp_path: Path
 ):
     problems = [Problem(f"p{i}", "Tom has 5 apples.") for i in range(3)]
     settings = CalibrationSettings(risks=(0.9,), blocks=(5,), loss="disagreement", timed=1, batch_size=4)
-    with pytest.raises(
-        CalibrationError, match=r"batch_size is 4, but this judge reads more than one token.* of 1 always"
-    ):
+    with pytest.raises(CalibrationError, match=r"batch_size is 4, but this judge reads more than log-.* of 1 always"):
         calibrate(pair, problems, lambda *_: None, same_answer, tmp_path / "a", settings)
     rule = find_rule("min_p").load(pair.target.tokenizer)
     engine = ParseEngine.from_models(pair.target, pair.draft, rule)
@@ -210,8 +246,17 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
     with pytest.raises(CalibrationError, match="batch_size is 0; it must be at least 1"):
         replace(settings, batch_size=0)
     fly = find_rule("fly").load(pair.target.tokenizer)
-    with pytest.raises(ModelError, match="reads more than one token"):
+    with pytest.raises(ModelError, match="reads more than log-probabilities of the tokens so far"):
         JointDecoder(pair.target, pair.draft, [fly])
+    stream = ParseEngine.from_models(pair.target, pair.draft, random_adapter(pair.target.model, stream=True))
+    with pytest.raises(CalibrationError, match="batch_size is 4, but this judge reads more than log-probabilities"):
+        calibrate(stream, problems, lambda *_: None, same_answer, tmp_path / "c", settings)
+    adapter = random_adapter(pair.target.model)
+    adapter.config.logprobs["usual"] = USUAL
+    head = ParseEngine.from_models(pair.target, pair.draft, adapter)
+    with pytest.raises(CalibrationError, match=r"tells by 8 tokens if it knows .*: give --block-tokens auto"):
+        calibrate(head, problems, lambda *_: None, same_answer, tmp_path / "d", settings)
+    assert not list(tmp_path.iterdir())
     other = reduced_pair(make_model)[1]
     with pytest.raises(ModelError, match="different tokens"):
         JointDecoder(pair.target, other, [rule])
