@@ -78,7 +78,7 @@ def calibrate(
         typer.Option(
             min=1,
             help="Maximum number of answers decoded together, on problems that are not timed. Faster for large "
-            "models. Needs a --judge such as min_p, and --block-tokens auto or a number.",
+            "models. Needs a --judge such as min_p, or an adapter without a second stream, and --block-tokens auto.",
         ),
     ] = 1,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -97,7 +97,7 @@ def calibrate(
       parse-infer calibrate --limit 500
       parse-infer calibrate --adapter runs/judge/adapter --risk 0.05 --limit 1000
       parse-infer calibrate --temperature 0.7 --top-p 0.8 --top-k 20 --loss accuracy --risk 0.05
-      parse-infer calibrate --judge min_p --block-tokens auto --thresholds 0.5,0.2,0.1 --batch-size 32
+      parse-infer calibrate --block-tokens auto --thresholds 0.97,0.8,0.5 --batch-size 32
       parse-infer calibrate --task jsonl --task-option path=prompts.jsonl --task-option check_with=none \\
           --loss disagreement
     """
