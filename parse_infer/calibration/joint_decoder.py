@@ -162,7 +162,6 @@ class JointDecoder:
         found = [[JointAnswer() for _ in row.points] for row in rows]
         prompts = {id(row.prompt): row.prompt for row in rows}
         contexts = dict(zip(prompts, range(len(prompts)), strict=True))
-        firsts = {contexts[id(row.prompt)]: row for row in reversed(rows)}
         target, draft = self._models
         decoders = [
             BatchDecoder(lm.model, ends, self._size, lm.decoder.fast)
@@ -174,8 +173,7 @@ class JointDecoder:
             decoders[0].prefill([target.render(prompt) for prompt in prompts.values()]),
             decoders[1].prefill([ids if fit else ids[:1] for ids, fit in zip(own, fits, strict=True)]),
         ]
-        budgets = [min(row.max_new_tokens, target.window - len(prefilled[0].ids[i])) for i, row in firsts.items()]
-        usual = self._usual(decoders, prefilled, fits, budgets)
+        usual = self._usual(decoders, prefilled, fits, max(row.max_new_tokens for row in rows))
         batches = [decoder.batch() for decoder in decoders]  # with the same slots
         waiting = deque(enumerate(rows))
         branches: list[_Branch] = []  # by slot
@@ -318,19 +316,17 @@ class JointDecoder:
                     branch.memories[place] = new[judge][own, id(branch.memories[place])]
 
     def _usual(
-        self,
-        decoders: Sequence[BatchDecoder],
-        prefilled: Sequence[Contexts],
-        fits: Sequence[bool],
-        budgets: Sequence[int],
+        self, decoders: Sequence[BatchDecoder], prefilled: Sequence[Contexts], fits: Sequence[bool], longest: int
     ) -> list[list[bool]]:
         """By judge, whether it can judge the draft model's answer to each prompt, by what the target says of its first
         tokens."""
+        if not self.first_tokens:
+            return [[True] * len(fits)] * len(self._judges)
         parts: list[list[TokenLogprobs]] = [[] for _ in fits]
         target, draft = batches = [decoder.batch() for decoder in decoders]
-        for batch, decoder, context in zip(batches, decoders, prefilled, strict=True):
-            lengths = map(len, context.ids)
-            batch.add([decoder.run(context, BatchRow(i, n, budgets[i])) for i, n in enumerate(lengths)])
+        for batch, decoder, context, lm in zip(batches, decoders, prefilled, self._models, strict=True):
+            budgets = [min(longest, lm.window - len(ids)) for ids in context.ids]
+            batch.add([decoder.run(context, BatchRow(i, len(context.ids[i]), n)) for i, n in enumerate(budgets)])
         going = [*fits]
         for _ in range(self.first_tokens):
             drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
@@ -342,9 +338,8 @@ class JointDecoder:
             for slot, token in enumerate(tokens):
                 if token is not None:
                     parts[slot].append(read.part(torch.tensor([slot], device=ids.device)))
-                run = draft.runs[slot]
-                going[slot] &= token is not None and not target.runs[slot].ended
-                going[slot] &= run.position + 1 < self._models[1].window
+                ended = target.runs[slot].ended or draft.runs[slot].ended
+                going[slot] &= token is not None and not ended
         beginnings = [joined(part) if part else None for part in parts]
         return [[each is None or judge.usual(each.first(judge.k)) for each in beginnings] for judge in self._judges]
 
