@@ -9,7 +9,7 @@ calibrations that are missing, in `runs/comparison/PAIR/RULE`, and writes `resul
 beside the YAML files. An interrupted run continues with the same command. A rule that `results.json` has with the same
 options is not measured again.
 
-Rules with a `batch_size` above 1 are measured in one (`tools.joint_comparison`).
+Rules with a `batch_size` above 1 are measured in one (`tools.joint_comparison`), trained judges apart.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ class Run:
         )
 
     @property
+    def joint(self) -> bool:
+        """Whether one measurement serves this rule and others: not a trained judge, which has one of its own."""
+        rule = self.options.get("judge") is not None and self.options.get("adapter") is None
+        return rule and self.settings.batch_size > 1
+
+    @property
     def done(self) -> bool:
         """Whether the calibration with these options has ended."""
         path = self.folder / OPTIONS
@@ -152,9 +158,6 @@ def read_runs(folder: Path) -> list[Run]:
 def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
     """Measure all rules in one, or the rest of an interrupted measurement."""
     first = runs[0]
-    for run in runs:
-        if run.options.get("judge") is None or run.options.get("adapter") is not None:
-            raise ParseError(f"batch_size above 1 is for rules without training: give {run.name} a judge, no adapter")
     rules = {run.name: (run.options["judge"], run.settings) for run in runs}
     comparison = JointComparison(rules, folder)
     task, problems, where = first.open_problems()
@@ -178,7 +181,7 @@ def compare(
     known = _known(pair / "results.json")
     missing = [run for run in runs if not run.done and known.get(run.name, {}).get("options") != run.options]
     if not render_only:
-        joint = [run for run in missing if run.settings.batch_size > 1]
+        joint = [run for run in missing if run.joint]
         if joint:
             measure_jointly(joint, RUNS / pair.name / "+".join(run.name for run in joint))
         for run in missing:

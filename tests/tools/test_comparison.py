@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,9 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def loads(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+def loads(
+    make_engine: Callable[..., ParseEngine], random_adapter: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> list[str | None]:
     """The judges of the engines that were loaded: tiny random models, with many end tokens."""
     loaded: list[str | None] = []
     given = make_engine(noise=0.3)
@@ -62,7 +65,10 @@ def loads(make_engine: Callable[..., ParseEngine], monkeypatch: pytest.MonkeyPat
 
     def load(options: ModelOptions) -> ParseEngine:
         loaded.append(options.judge)
-        judge = find_rule(options.judge).load(given.target.tokenizer)
+        trained = options.judge is None
+        judge = (
+            random_adapter(given.target.model) if trained else find_rule(options.judge).load(given.target.tokenizer)
+        )
         return ParseEngine.from_models(given.target, given.draft, judge)
 
     monkeypatch.setattr(ModelOptions, "load", load)
@@ -150,11 +156,19 @@ def test_rules_measured_in_one_lose_what_they_lose_alone(pair: Path, loads: list
     capsys.readouterr()
 
 
+@pytest.mark.slow
+def test_a_trained_judge_is_measured_beside_the_rules(pair: Path, loads: list[str | None]):
+    jointly(pair)
+    (pair / "trained.yaml").write_text("adapter: zoo:adapter\nthresholds: [0.5]\n")
+    assert run(str(pair)) == 0 and loads == ["accept_threshold", None]
+    rules = json.loads((pair / "results.json").read_text())["rules"]
+    assert list(rules) == ["accept_threshold", "min_p", "trained"] and len(rules["trained"]["points"]) == 2
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("min_p.yaml", "judge: min_p\nblocks: [6]\n", "rules differ in judge and thresholds only: see min_p"),
-        ("other.yaml", "adapter: zoo:adapter\n", "rules without training: give other a judge, no adapter"),
         ("pair.yaml", {"loss": "disagreement"}, "batch_size above 1 needs loss accuracy or lost"),
         ("pair.yaml", {"blocks": [4, 8]}, "and one length of blocks"),
     ],
