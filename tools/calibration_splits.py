@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from parse_infer.calibration.calibration_file import FILE, load_calibrations
 from parse_infer.calibration.measure import certify, speedup
 from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration
@@ -85,6 +86,14 @@ def split(
     return {"environment": environment, "rows": rows}
 
 
+def _tried(folder: Path, settings: CalibrationSettings) -> tuple[float, ...]:
+    """The thresholds of a calibration that has ended; of another, the default ones."""
+    if not (folder / FILE).is_file():
+        return ()
+    points = [tried.setting for tried in load_calibrations(folder / FILE)[0].tried]
+    return tuple(point.threshold for point in points if point.block_tokens == settings.blocks[0])
+
+
 def _blank(settings: CalibrationSettings) -> Calibration:
     return Calibration("", 0, "", settings.loss, settings.confidence, settings.max_new_tokens, {}, [], {})
 
@@ -104,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError:
             raise ValueError(f"--risk is {arguments.risk!r}; give numbers such as 0.05,0.1") from None
         settings = CalibrationSettings(risks, arguments.confidence, config["loss"], tuple(config["blocks"]))
+        settings = replace(settings, thresholds=_tried(arguments.folder, settings))
         if "sampling" in config:
             settings = replace(settings, sampling=Sampling(**config["sampling"]), samples=config["samples"])
         result = split(config, outcomes, settings, arguments.splits)

@@ -109,7 +109,7 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
         if "whole" in settings.blocks or settings.acceptance != "first_failure":
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
         decoder = JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
-        if any(length != "auto" and length < decoder.first_tokens for length in settings.blocks):
+        if any(isinstance(length, int) and length < decoder.first_tokens for length in settings.blocks):
             raise ModelError(
                 f"the judge tells by {decoder.first_tokens} tokens if it knows an answer: give --block-tokens auto"
             )

@@ -628,5 +628,13 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"sampling": {"temperature": 0.7}, "samples": 3}))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in thirds))
     assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "means over samples are no 0 or 1"
+    few = [replace(row, losses=[row.losses[0][:3]], disagreed=[row.disagreed[0][:3]]) for row in rows]
+    few = [row if row.target_seconds is None else replace(row, seconds=[row.seconds[0][:3]]) for row in few]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in few))
+    own = CalibrationSettings((0.05,), blocks=("whole",), thresholds=(0.5, 0.2))
+    save_calibrations(tmp_path / "calibration.json", [certify(blank(), few, own)])
+    assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "of a few thresholds"
+    assert json.loads((tmp_path / "splits.json").read_text())["rows"][0]["shown"] == 1
     assert calibration_splits.main([str(tmp_path / "gone")]) == 2
     assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err
