@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = replace(settings, thresholds=_tried(arguments.folder, settings))
         if "sampling" in config:
             settings = replace(settings, sampling=Sampling(**config["sampling"]), samples=config["samples"])
+        if outcomes and len(outcomes[0].losses[0]) != len(settings.orders[0]):
+            raise ValueError(f"{arguments.folder} tried other thresholds, and has no {FILE}: let the calibration end")
         result = split(config, outcomes, settings, arguments.splits)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

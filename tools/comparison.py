@@ -5,9 +5,9 @@
 `pair.yaml` in the folder names the pair, the task and the settings, by the fields of `ModelOptions` and
 `CalibrationSettings`, and `task`, `task_option`, `split`, `seed` and `limit` of `parse-infer calibrate`. Every other
 YAML file is a rule: its keys, such as `judge` or `blocks`, come before those of `pair.yaml`. The command runs the
-calibrations that are missing, in `runs/comparison/PAIR/RULE`, and writes `results.json`, `results.md` and `figure.png`
+calibrations that are missing, in `runs/comparison/PAIR`, and writes `results.json`, `results.md` and `figure.png`
 beside the YAML files. An interrupted run continues with the same command. A rule that `results.json` has with the same
-options is not measured again.
+options is not measured again; without its entry it is.
 
 Rules with a `batch_size` above 1 are measured in one (`tools.joint_comparison`), trained judges apart.
 """
@@ -56,6 +56,7 @@ _PROBLEMS: dict[str, Any] = {
     "limit": 500,
 }
 _OWN = ("label",)  # keys for the results alone
+_SHOWN = (*_OWN, "batch_size")  # keys that change no result
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -108,7 +109,12 @@ class Run:
     def done(self) -> bool:
         """Whether the calibration with these options has ended."""
         path = self.folder / OPTIONS
-        return path.is_file() and read_json(path, "delete it to calibrate again") == self.options
+        return path.is_file() and self.matches(read_json(path, "delete it to calibrate again"))
+
+    def matches(self, options: Mapping[str, Any]) -> bool:
+        """Whether a calibration with these options has the same results."""
+        one, other = ({k: v for k, v in each.items() if k not in _SHOWN} for each in (self.options, options))
+        return one == other
 
     def measure(self) -> None:
         """Calibrate the rule, or the rest of an interrupted calibration."""
@@ -140,10 +146,12 @@ class Run:
     def results(self) -> dict[str, Any]:
         """What the table and the figure show of a rule that has been measured."""
         config = read_json(self.folder / "config.json", "calibrate again")
-        found = summarise(self.outcomes(), load_calibrations(self.folder / FILE)[0])
+        calibration = load_calibrations(self.folder / FILE)[0]
+        found = summarise(self.outcomes(), calibration)
         for point, sizes in zip(found["points"], config.get("sizes", ()), strict=False):  # of a joint measurement
             point |= sizes
-        return {"options": self.options, "machine": config.get("machine"), **found}
+        made = {"machine": config.get("machine"), "date": calibration.made.get("date")}
+        return {"options": self.options, **made, **found}
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -179,10 +187,14 @@ def compare(
     """Compare judges and acceptance rules on one pair of models."""
     runs = read_runs(pair)
     known = _known(pair / "results.json")
-    missing = [run for run in runs if not run.done and known.get(run.name, {}).get("options") != run.options]
+    kept = [run for run in runs if run.name in known and run.matches(known[run.name]["options"])]
+    rest = [run for run in runs if run not in kept]
+    joint = [run for run in rest if run.joint]
+    missing = [run for run in rest if not run.done]
+    for run in kept:
+        print(f"note: {run.name} is kept from results.json, with which it has the same options", file=sys.stderr)
     if not render_only:
-        joint = [run for run in missing if run.joint]
-        if joint:
+        if any(run in missing for run in joint):
             measure_jointly(joint, RUNS / pair.name / "+".join(run.name for run in joint))
         for run in missing:
             if run not in joint:
@@ -190,11 +202,21 @@ def compare(
                 run.measure()
         missing = []
     for run in missing:
+        if run.name in known:
+            raise ParseError(
+                f"{pair / 'results.json'} has {run.name} with other options, and would lose it: give it these options "
+                "again, or measure it without --render-only"
+            )
         print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
-    rules = {run.name: run.results() if run.done else known[run.name] for run in runs if run not in missing}
+    rules = {
+        run.name: known[run.name] | {"options": run.options} if run in kept else run.results()
+        for run in runs
+        if run not in missing
+    }
     if not rules:
         raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
-    made = {"date": describe_run()["date"], "command": f"{COMMAND} {pair}", "pair": pair.name}
+    dates = [date for rule in rules.values() if (date := rule.get("date"))]
+    made = {"date": max(dates, default=describe_run()["date"]), "command": f"{COMMAND} {pair}", "pair": pair.name}
     results = {"environment": made, "rules": rules}
     write_json(pair / "results.json", results)
     write_text(pair / "results.md", markdown(results))

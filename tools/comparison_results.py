@@ -119,15 +119,24 @@ def _notes(results: dict[str, Any]) -> list[str]:
         "new problems, with the confidence of its calibration. Over lossless: the time of lossless speculation with "
         "the same models in the same run, over the time of the rule."
     ]
-    machines: dict[str, list[str]] = {}
-    for name, rule in results["rules"].items():
-        machines.setdefault((rule["machine"] or {}).get("cpu", "another machine"), []).append(label(name, rule))
+    machines = machines_of(results)
     if len(machines) > 1:
         places = "; ".join(f"{', '.join(names)}: {machine}" for machine, names in machines.items())
         notes.append(
             f"The rules were timed on different machines, each beside its own lossless speculation ({places})."
         )
     return notes
+
+
+def machines_of(results: dict[str, Any]) -> dict[str, list[str]]:
+    """The rules by the machine that timed them."""
+    machines: dict[str, list[str]] = {}
+    for name, rule in results["rules"].items():
+        own = rule["machine"] or {"cpu": "another machine", "threads": None}
+        shown = f"{own['cpu']}, {own['threads']} thread{'' if own['threads'] == 1 else 's'}"
+        shown += f", {own['gpu']}" if own.get("gpu") else ""
+        machines.setdefault(shown, []).append(label(name, rule))
+    return machines
 
 
 def _cells(point: dict[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ from parse_infer.evaluation.tables import (
 )
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
-from tools.comparison_results import markdown, markdown_of_points
+from tools.comparison_results import machines_of, markdown, markdown_of_points
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
@@ -230,11 +230,10 @@ def _origin_of_simulation(environment: dict[str, Any]) -> str:
 
 def _origin_of_rules(results: dict[str, Any]) -> str:
     first = next(iter(results["rules"].values()))
-    options, machine, made = first["options"], first["machine"], results["environment"]
-    cpus = " and ".join(sorted({rule["machine"]["cpu"] for rule in results["rules"].values()}))
+    options, made = first["options"], results["environment"]
     return (
-        f"{options['task']}, {options['split']} split, seed {options['seed']}; {cpus}, {machine['threads']} "
-        f"thread{'' if machine['threads'] == 1 else 's'}, {first['models']['dtype']}; `{made['command']}`, "
+        f"{options['task']}, {options['split']} split, seed {options['seed']}; {' and '.join(machines_of(results))}, "
+        f"{first['models']['dtype']}; `{made['command']}`, "
         f"{made['date'][:10]}."
     )
 

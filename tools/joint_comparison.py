@@ -157,7 +157,7 @@ class JointComparison:
         rows = [JointRow(problem.prompt, points, own.max_new_tokens, sampling) for problem, sampling in samples]
         found = decoder.answers(rows)
         for problem in pending:
-            yield self._record(engine, task, problem, list(islice(found, own.samples)))
+            yield self._record(engine, task, problem, [each or [] for each in islice(found, own.samples)])
 
     def _record(
         self, engine: ParseEngine, task: Task, problem: Problem, samples: Sequence[Sequence[JointAnswer]]

@@ -93,10 +93,11 @@ def batched(
     ]
     found = decoder.answers(rows)
     for problem in problems:
-        texts = [
-            [decoded_text(engine.target, answer.ids) for answer in sample]
-            for sample in islice(found, settings.samples)
-        ]
+        samples = list(islice(found, settings.samples))
+        if None in samples:
+            yield problem, replayed(engine, problem, settings, timed=False)
+            continue
+        texts = [[decoded_text(engine.target, answer.ids) for answer in sample or ()] for sample in samples]
         order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
         yield problem, Answers(order[0], [order] * len(settings.orders))
 
@@ -111,7 +112,8 @@ def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDe
         decoder = JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
         if any(isinstance(length, int) and length < decoder.first_tokens for length in settings.blocks):
             raise ModelError(
-                f"the judge tells by {decoder.first_tokens} tokens if it knows an answer: give --block-tokens auto"
+                f"the judge compares the first {decoder.first_tokens} draft tokens with its training: give "
+                "--block-tokens auto"
             )
         return decoder
     except ModelError as error:

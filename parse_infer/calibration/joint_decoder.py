@@ -2,15 +2,15 @@
 
 The draft model proposes one token, which a judge keeps or the target replaces. So an answer has the text that blocks
 of any length would give it, at the cost of a forward of the target for each token, shared by all answers of the batch.
-Answers under several judges and thresholds are decoded once until their texts differ. A draft model with a reduced
-vocabulary reads an answer in its own tokens, of which one of the target's may be several: the target waits meanwhile.
+Answers under several judges and thresholds are decoded once until their texts differ. With a reduced vocabulary, one
+target token may be several draft tokens: the target waits while the draft model reads them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,7 +50,7 @@ class JointRow:
 
 @dataclass
 class JointAnswer:
-    """An answer at one point: its tokens, with the end token, and how many proposals were not kept."""
+    """An answer at one point: its tokens, with the end token, and how many of them the target wrote."""
 
     ids: list[int] = field(default_factory=list)
     rejected: int = 0
@@ -122,11 +122,8 @@ class _DraftTokens:
 
 
 class JointDecoder:
-    """Decodes rows with `target`, `draft` and judges. In float32 each answer equals that of the engine. A sampled one
-    of which the target writes everything, or the rest alone, has the same distribution.
-
-    A trained head looks at the beginning of the draft model's own answer, to tell whether it can judge it
-    (`UsualDrafts`). An answer whose draft ends too early to tell is judged; the engine would look at the next draft.
+    """Decodes rows with `target`, `draft` and judges. In float32 each answer equals that of the engine, or has the
+    same distribution: where a sampling target writes several tokens in a row, its random numbers are others.
 
     Args:
         batch_size: maximum number of concurrent answers, even if those of a row differ from the start. It bounds the
@@ -150,14 +147,15 @@ class JointDecoder:
         """Tokens that the first block of the engine's answers must have, if the draft goes on."""
         return max(judge.first_tokens for judge in self._judges)
 
-    def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer]]:
-        """Yield the answers of each row in order, one for each of its points."""
+    def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer] | None]:
+        """Yield the answers of each row in order, one for each of its points. None: the draft ends before a head can
+        tell whether it is usual (`UsualDrafts`), and the engine would go on to look at the next draft."""
         size = max(1, _GROUP * self._size // max((len(row.points) for row in rows), default=1))
         for start in range(0, len(rows), size):
             yield from self._group(rows[start : start + size])
 
     @torch.inference_mode()
-    def _group(self, rows: Sequence[JointRow]) -> list[list[JointAnswer]]:
+    def _group(self, rows: Sequence[JointRow]) -> list[list[JointAnswer] | None]:
         """The answers of rows whose prompts are prefilled together."""
         found = [[JointAnswer() for _ in row.points] for row in rows]
         prompts = {id(row.prompt): row.prompt for row in rows}
@@ -173,9 +171,11 @@ class JointDecoder:
             decoders[0].prefill([target.render(prompt) for prompt in prompts.values()]),
             decoders[1].prefill([ids if fit else ids[:1] for ids, fit in zip(own, fits, strict=True)]),
         ]
-        usual = self._usual(decoders, prefilled, fits, max(row.max_new_tokens for row in rows))
+        budgets = {contexts[id(row.prompt)]: row.max_new_tokens for row in rows}
+        usual = self._usual(decoders, prefilled, fits, budgets)
+        told = [None not in each for each in zip(*usual, strict=True)]
         batches = [decoder.batch() for decoder in decoders]  # with the same slots
-        waiting = deque(enumerate(rows))
+        waiting = deque((i, row) for i, row in enumerate(rows) if told[contexts[id(row.prompt)]])
         branches: list[_Branch] = []  # by slot
         while waiting or branches:
             running = sum(len(branch.places) for branch in branches)
@@ -195,7 +195,7 @@ class JointDecoder:
                 slots = batch.add(runs)
             for slot, (i, row) in zip(slots, arriving, strict=True):
                 number = contexts[id(row.prompt)]
-                begin = [judge.begin(known[number]) for judge, known in zip(self._judges, usual, strict=True)]
+                begin = [judge.begin(bool(known[number])) for judge, known in zip(self._judges, usual, strict=True)]
                 memories = {p: begin[judge] for p, (judge, _) in enumerate(row.points)}
                 places, text = [*range(len(row.points))], Detokenizer(target.tokenizer)
                 branches[slot : slot + 1] = [_Branch(i, places, text, memories, alone=not fits[number])]
@@ -210,7 +210,7 @@ class JointDecoder:
                 branches = [branch for branch in branches if branch.places]
                 for batch in batches:
                     batch.compact()
-        return found
+        return [each if told[contexts[id(row.prompt)]] else None for each, row in zip(found, rows, strict=True)]
 
     def _step(
         self,
@@ -238,7 +238,7 @@ class JointDecoder:
             for place in branch.places:
                 judge, threshold = row.points[place]
                 validity, memory = verdicts[judge].get((slot, id(branch.memories[place])), (REJECTED, None))
-                if threshold > 1 or validity < threshold:
+                if threshold > 1 or not validity >= threshold:  # as NaN
                     rejected.append(place)
                 else:
                     branch.memories[place] = memory
@@ -316,18 +316,44 @@ class JointDecoder:
                     branch.memories[place] = new[judge][own, id(branch.memories[place])]
 
     def _usual(
-        self, decoders: Sequence[BatchDecoder], prefilled: Sequence[Contexts], fits: Sequence[bool], longest: int
-    ) -> list[list[bool]]:
+        self,
+        decoders: Sequence[BatchDecoder],
+        prefilled: Sequence[Contexts],
+        fits: Sequence[bool],
+        budgets: Mapping[int, int],
+    ) -> list[list[bool | None]]:
         """By judge, whether it can judge the draft model's answer to each prompt, by what the target says of its first
-        tokens."""
-        if not self.first_tokens:
-            return [[True] * len(fits)] * len(self._judges)
-        parts: list[list[TokenLogprobs]] = [[] for _ in fits]
+        tokens; None: there are too few to tell."""
+        beginnings: list[TokenLogprobs | None] = []
+        for start in range(0, len(fits), self._size) if self.first_tokens else ():
+            some = range(start, min(start + self._size, len(fits)))
+            beginnings += self._beginnings(decoders, prefilled, {i: budgets[i] if fits[i] else 0 for i in some})
+        return [
+            [
+                True
+                if not (judge.first_tokens and fits[i])
+                else judge.usual(draft)
+                if (draft := beginnings[i])
+                else None
+                for i in range(len(fits))
+            ]
+            for judge in self._judges
+        ]
+
+    def _beginnings(
+        self, decoders: Sequence[BatchDecoder], prefilled: Sequence[Contexts], budgets: Mapping[int, int]
+    ) -> list[TokenLogprobs | None]:
+        """What the target says of the draft model's first tokens after these prompts; None: the target has none of
+        them."""
+        parts: list[list[TokenLogprobs]] = [[] for _ in budgets]
         target, draft = batches = [decoder.batch() for decoder in decoders]
         for batch, decoder, context, lm in zip(batches, decoders, prefilled, self._models, strict=True):
-            budgets = [min(longest, lm.window - len(ids)) for ids in context.ids]
-            batch.add([decoder.run(context, BatchRow(i, len(context.ids[i]), n)) for i, n in enumerate(budgets)])
-        going = [*fits]
+            runs = []
+            for i, budget in budgets.items():
+                length = len(context.ids[i])
+                runs.append(decoder.run(context, BatchRow(i, length, max(1, min(budget, lm.window - length)))))
+            batch.add(runs)
+        going = [budget > 0 for budget in budgets.values()]
         for _ in range(self.first_tokens):
             drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
             tokens = [self._tokens.proposal(token) if go else None for go, token in zip(going, drafted, strict=True)]
@@ -340,8 +366,7 @@ class JointDecoder:
                     parts[slot].append(read.part(torch.tensor([slot], device=ids.device)))
                 ended = target.runs[slot].ended or draft.runs[slot].ended
                 going[slot] &= token is not None and not ended
-        beginnings = [joined(part) if part else None for part in parts]
-        return [[each is None or judge.usual(each.first(judge.k)) for each in beginnings] for judge in self._judges]
+        return [joined(part) if part else None for part in parts]
 
     def _own(self, logits: Tensor, sampling: Sampling, place: int) -> int:
         """The target's own token, by the random numbers that the engine has at this place of an answer."""

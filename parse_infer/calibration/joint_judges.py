@@ -46,8 +46,8 @@ class JointJudge(ABC):
     k: int
     first_tokens = 0
 
-    def usual(self, draft: TokenLogprobs) -> bool:
-        """Whether the drafts of an answer with these first tokens can be judged."""
+    def usual(self, draft: TokenLogprobs) -> bool | None:
+        """Whether the drafts of an answer with these first tokens can be judged; None: they are too few to tell."""
         return True
 
     def begin(self, usual: bool) -> Memory | None:
@@ -82,9 +82,9 @@ class _Head(JointJudge):
     def __init__(self, scorer: LogprobScorer) -> None:
         self._scorer, self.k, self.first_tokens = scorer, scorer.k, scorer.first_tokens
 
-    def usual(self, draft: TokenLogprobs) -> bool:
+    def usual(self, draft: TokenLogprobs) -> bool | None:
         known = self._scorer.usual
-        return known is None or known.look(draft)[0] is not False
+        return True if known is None else known.look(draft.first(self.k))[0]
 
     def begin(self, usual: bool) -> Memory:
         return Memory(-torch.inf, self._scorer.bias.new_zeros(self._scorer.head.config.width), usual)
@@ -130,8 +130,8 @@ class _Floor(JointJudge):
         self._judge, self._floor = judge, floor
         self.k, self.first_tokens = max(judge.k, floor.k), judge.first_tokens
 
-    def usual(self, draft: TokenLogprobs) -> bool:
-        return self._judge.usual(draft.first(self._judge.k))
+    def usual(self, draft: TokenLogprobs) -> bool | None:
+        return self._judge.usual(draft)
 
     def begin(self, usual: bool) -> Memory | None:
         return self._judge.begin(usual)

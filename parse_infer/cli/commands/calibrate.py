@@ -78,7 +78,8 @@ def calibrate(
         typer.Option(
             min=1,
             help="Maximum number of answers decoded together, on problems that are not timed. Faster for large "
-            "models. Needs a --judge such as min_p, or an adapter without a second stream, and --block-tokens auto.",
+            "models. Needs a --judge such as min_p, or an adapter without a second stream, --block-tokens auto, "
+            "and a draft model whose tokens are tokens of the target.",
         ),
     ] = 1,
     max_new_tokens: options.MaxNewTokens = 256,

@@ -201,16 +201,22 @@ def test_answers_that_stay_the_same_are_decoded_once(
     assert max(widths) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("sampling", "judge"), [(Sampling(), "rule"), (Sampling(1.0), "rule"), (Sampling(), "head")])
 def test_a_calibration_in_batches_counts_the_same_losses(
-    engines: list[ParseEngine], tmp_path: Path, sampling: Sampling
+    engines: list[ParseEngine], random_adapter: Callable[..., Any], tmp_path: Path, sampling: Sampling, judge: str
 ):
+    """Of the head's problems, some have drafts that end before it can tell whether it knows them."""
+    engine = engines[0]
+    if judge == "head":
+        adapter = random_adapter(engine.target.model, seed=2)
+        adapter.config.logprobs["usual"] = {"2": usual(-1.3)["2"], "12": usual(-1.4)["2"], "4": usual(-1.2)["2"]}
+        engine = ParseEngine.from_models(engine.target, engine.draft, adapter)
     problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(12)]
     records = {}
     for size in (1, 6):
         settings = CalibrationSettings(
             risks=(0.9,),
-            blocks=(5,),
+            blocks=(5,) if judge == "rule" else ("auto",),
             loss="disagreement" if sampling.greedy else "lost",
             max_new_tokens=N,
             sampling=sampling,
@@ -220,7 +226,7 @@ def test_a_calibration_in_batches_counts_the_same_losses(
             batch_size=size,
         )
         folder = tmp_path / str(size)
-        calibrate(engines[0], problems, lambda problem, text: len(text) % 2 == 0, same_answer, folder, settings)
+        calibrate(engine, problems, lambda problem, text: len(text) % 2 == 0, same_answer, folder, settings)
         records[size] = {row["problem_id"]: row for _, row in read_jsonl(folder / "records.jsonl")}
     for id, row in records[1].items():
         other = records[6][id]
@@ -256,7 +262,7 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
     adapter = random_adapter(pair.target.model)
     adapter.config.logprobs["usual"] = {"8": usual(-1.0)["2"]}
     head = ParseEngine.from_models(pair.target, pair.draft, adapter)
-    with pytest.raises(CalibrationError, match=r"tells by 8 tokens if it knows .*: give --block-tokens auto"):
+    with pytest.raises(CalibrationError, match=r"compares the first 8 draft tokens with .*: give --block-tokens auto"):
         calibrate(head, problems, lambda *_: None, same_answer, tmp_path / "d", settings)
     assert not list(tmp_path.iterdir())
     other = reduced_pair(make_model)[1]
