@@ -222,7 +222,7 @@ def test_what_has_moved_is_not_named_any_more() -> None:
 
 
 def test_the_risks_of_examples_can_be_shown() -> None:
-    """By the calibration that ends a training, also when a few requests are lost. Pages of results name what was run."""
+    """By the calibration that ends a training, also when a few requests are lost. Pages of results name runs."""
     n = JudgeTrainingConfig.calibration_problems
     level = CalibrationSettings().level
     pages = [path for path in PAGES if "results" not in path.parts]
