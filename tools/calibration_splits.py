@@ -33,6 +33,8 @@ def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no calibration: run `parse-infer calibrate --out {folder}` first")
     config = read_json(path, "run `parse-infer calibrate` again")
+    if not {"blocks", "loss", "max_new_tokens"} <= config.keys():
+        raise ValueError(f"{folder} is no folder of parse-infer calibrate: {path} has no blocks and loss")
     needed = tuple(f.name for f in fields(Outcome))
     rows = [{key: row[key] for key in needed} for _, row in read_jsonl(folder / "records.jsonl", needed)]
     return config, [Outcome(**row) for row in rows]

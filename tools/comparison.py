@@ -226,7 +226,13 @@ def compare(
 
 def _known(path: Path) -> dict[str, Any]:
     """The results of an earlier run, maybe on another machine, by rule."""
-    return read_json(path, "delete it to measure again")["rules"] if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    hint = "delete it to measure again"
+    content = read_json(path, hint)
+    if not isinstance(content, dict) or "rules" not in content:
+        raise ParseError(f"{path} holds no results: {hint}")
+    return dict(content["rules"])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -16,15 +16,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from parse_infer.calibration.joint_judges import REJECTED, Memory, joint_judge
-from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, TokenStream
-from parse_infer.drafters.model_drafter import share_tokens
-from parse_infer.errors import ModelError
+from parse_infer.calibration.joint_judges import REJECTED, JointJudge, Memory, joint_judge
+from parse_infer.calibration.joint_tokens import DraftTokens
 from parse_infer.judge.token_logprobs import TokenLogprobs, joined, read_logprobs
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import Batch, BatchDecoder, BatchRow, Contexts
 from parse_infer.models.loading import LanguageModel
-from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
 from parse_infer.text.detokenizer import Detokenizer
@@ -81,46 +78,6 @@ class _Branch:
         return replace(self, places=places, text=self.text.fork(), memories={**self.memories}, unread=[*self.unread])
 
 
-class _DraftTokens:
-    """The draft model's tokens and the target's, one at a time: as in the engine's blocks (`TokenStream`).
-
-    Raises:
-        ValueError: tokens of the draft model are not tokens of the target.
-    """
-
-    def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
-        self._draft, self._target = draft, target
-        self._shared = share_tokens(draft, target)
-        self._map = None if self._shared else token_map(draft.tokenizer, target.tokenizer)
-        if not self._shared and self._map is None:
-            raise ModelError("draft model and target have different tokens")
-        self._proposals: dict[int, int | None] = {}
-        self._translation = self._of("any prompt")
-
-    def prompt(self, prompt: Prompt) -> list[int]:
-        return self._of(prompt).prompt_ids
-
-    def proposal(self, token: int) -> int | None:
-        """The target's token for one of the draft model; None if there is none."""
-        if token not in self._proposals:
-            block = TokenStream(self._translation, [], 1, self._map)
-            block.add([token])
-            self._proposals[token] = next(iter(block.block().ids), None)
-        return self._proposals[token]
-
-    def of(self, token: int) -> Sequence[int]:
-        """The draft model's tokens for one of the target."""
-        return (token,) if self._map is None else self._map.from_target(token)
-
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Whether no draft follows an answer that goes on with these tokens of the draft model."""
-        ends = bool(tokens) and tokens[-1] in self._translation.end_ids
-        return ends or max(tokens, default=0) >= self._draft.n_embeddings
-
-    def _of(self, prompt: Prompt) -> CrossTokenizerDraft:
-        return CrossTokenizerDraft(self._draft, self._target, self._shared, prompt)
-
-
 class JointDecoder:
     """Decodes rows with `target`, `draft` and judges. In float32 each answer equals that of the engine, or has the
     same distribution: where a sampling target writes several tokens in a row, its random numbers are others.
@@ -138,7 +95,7 @@ class JointDecoder:
     ) -> None:
         self._judges = [joint_judge(judge, target) for judge in judges]
         self._k = max(judge.k for judge in self._judges)
-        self._tokens = _DraftTokens(draft, target)
+        self._tokens = DraftTokens(draft, target)
         enable_split_attention(draft.model)  # shared keys and values are not copied
         self._models, self._size = (target, draft), batch_size
 
@@ -270,7 +227,7 @@ class JointDecoder:
             if token is not None and branch.places:
                 branch.text.add([token])
                 branch.unread = [*self._tokens.of(token)]
-                branch.alone |= self._tokens.end(branch.unread)
+                branch.alone |= self._tokens.ends(branch.unread)
                 branch.alone |= run.position + 1 + len(branch.unread) >= self._models[1].window
             if branch.alone:
                 branch.unread = []
@@ -324,21 +281,21 @@ class JointDecoder:
     ) -> list[list[bool | None]]:
         """By judge, whether it can judge the draft model's answer to each prompt, by what the target says of its first
         tokens; None: there are too few to tell."""
-        beginnings: list[TokenLogprobs | None] = []
-        for start in range(0, len(fits), self._size) if self.first_tokens else ():
-            some = range(start, min(start + self._size, len(fits)))
-            beginnings += self._beginnings(decoders, prefilled, {i: budgets[i] if fits[i] else 0 for i in some})
-        return [
-            [
-                True
-                if not (judge.first_tokens and fits[i])
-                else judge.usual(draft)
-                if (draft := beginnings[i])
-                else None
-                for i in range(len(fits))
-            ]
-            for judge in self._judges
-        ]
+        if not self.first_tokens:
+            return [[True] * len(fits)] * len(self._judges)
+        beginnings: dict[int, TokenLogprobs | None] = {}
+        asked = [i for i, fit in enumerate(fits) if fit]
+        for start in range(0, len(asked), self._size):
+            some = asked[start : start + self._size]
+            beginnings |= zip(some, self._beginnings(decoders, prefilled, {i: budgets[i] for i in some}), strict=True)
+
+        def known(judge: JointJudge, i: int) -> bool | None:
+            if not judge.first_tokens or i not in beginnings:  # nothing is drafted for this prompt
+                return True
+            draft = beginnings[i]
+            return None if draft is None else judge.usual(draft)
+
+        return [[known(judge, i) for i in range(len(fits))] for judge in self._judges]
 
     def _beginnings(
         self, decoders: Sequence[BatchDecoder], prefilled: Sequence[Contexts], budgets: Mapping[int, int]
@@ -351,9 +308,9 @@ class JointDecoder:
             runs = []
             for i, budget in budgets.items():
                 length = len(context.ids[i])
-                runs.append(decoder.run(context, BatchRow(i, length, max(1, min(budget, lm.window - length)))))
+                runs.append(decoder.run(context, BatchRow(i, length, min(budget, lm.window - length))))
             batch.add(runs)
-        going = [budget > 0 for budget in budgets.values()]
+        going = [True] * len(budgets)
         for _ in range(self.first_tokens):
             drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
             tokens = [self._tokens.proposal(token) if go else None for go, token in zip(going, drafted, strict=True)]

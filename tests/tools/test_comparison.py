@@ -103,6 +103,11 @@ def test_each_rule_is_calibrated_once(pair: Path, loads: list[str | None], capsy
     assert "has fly with other options, and would lose it" in capsys.readouterr().err
     (pair / "fly.yaml").write_text("judge: fly:window=2\nblocks: [6]\nlabel: Another label\n")
     assert run(str(pair), "--render-only") == 0 and "| Another label |" in (pair / "results.md").read_text()
+    (pair / "results.json").write_text("{}")
+    assert run(str(pair), "--render-only") == 2
+    assert "results.json holds no results: delete it to measure again" in capsys.readouterr().err
+    (pair / "results.json").unlink()
+    assert run(str(pair), "--render-only") == 0
     for name, rule in json.loads((pair / "results.json").read_text())["rules"].items():
         text = Path(f"runs/comparison/tiny/{name}/records.jsonl").read_text()
         records = [json.loads(line) for line in text.splitlines()]

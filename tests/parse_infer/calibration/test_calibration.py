@@ -636,5 +636,10 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     save_calibrations(tmp_path / "calibration.json", [certify(blank(), few, own)])
     assert calibration_splits.main([str(tmp_path), "--risk", "0.05"]) == 0, "of a few thresholds"
     assert json.loads((tmp_path / "splits.json").read_text())["rows"][0]["shown"] == 1
+    (tmp_path / "calibration.json").unlink()
+    assert calibration_splits.main([str(tmp_path)]) == 2
+    assert "tried other thresholds, and has no calibration.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert calibration_splits.main([str(tmp_path)]) == 2 and "has no blocks and loss" in capsys.readouterr().err
     assert calibration_splits.main([str(tmp_path / "gone")]) == 2
     assert "holds no calibration: run `parse-infer calibrate" in capsys.readouterr().err
