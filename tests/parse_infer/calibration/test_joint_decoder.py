@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from data_tools.tasks.checkers import same_answer
 from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
+from parse_infer.calibration.joint_tokens import DraftTokens
 from parse_infer.calibration.measure import calibrate
 from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
@@ -59,6 +60,12 @@ def pair(
         model.eos_ids = {*model.eos_ids, *range(5, model.n_embeddings, 25)}
         model.decoder.eos_ids = frozenset(model.eos_ids)
     return engine
+
+
+def end_often(engine: ParseEngine) -> None:
+    for model in (engine.target, engine.draft):
+        model.eos_ids |= set(range(3, model.n_embeddings, 7))
+        model.decoder.eos_ids = frozenset(model.eos_ids)
 
 
 @pytest.fixture
@@ -108,7 +115,7 @@ def test_every_answer_is_the_engines(
 
 
 @pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.2, top_k=6)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=2)], ids=["greedy", "sampled"])
 def test_every_answer_of_a_trained_head_is_the_engines(
     pair: ParseEngine, random_adapter: Callable[..., Any], sampling: Sampling, vocabulary: str
 ):
@@ -152,6 +159,43 @@ def test_behind_the_draft_models_window_the_target_writes(engines: list[ParseEng
     assert [answer.ids for answer in answers] == [generation.token_ids for generation in own]
     kept = any(generation.stats.accepted_tokens for generation in own)
     assert kept is (room > 0), "the draft model must be heard where it has room"
+
+
+@pytest.mark.parametrize("vocabulary", ["equal", "reduced"])
+def test_behind_an_end_token_of_the_draft_model_the_target_writes(engines: list[ParseEngine], vocabulary: str):
+    """If the target writes one and goes on."""
+    target, draft, prompt = engines[0].target, engines[0].draft, PROMPTS[1]
+    words = engines[0].generate_target(prompt, max_new_tokens=N).token_ids
+    tokens = DraftTokens(draft, target)
+    third = next(iter(tokens.of(words[2])[-1:]))
+    assert words[2] not in target.eos_ids
+    draft.eos_ids = {*draft.eos_ids, third}
+    plain = GenerationSettings(N, block_tokens=5, adaptive=False, strict_tokens=0)
+    (answers,) = decoder(engines, 4).answers([JointRow(prompt, tuple((0, each) for each in (0.9, 0.3)), N)]) or [[]]
+    own = [engines[0].generate(prompt, plain, threshold=each).token_ids for each in (0.9, 0.3)]
+    assert [answer.ids for answer in answers] == own
+    assert any(words[2] in ids[:-1] for ids in own), "the target must write the token for the test to say something"
+
+
+def test_a_draft_that_ends_before_its_head_can_tell_is_left_to_the_engine(
+    pair: ParseEngine, random_adapter: Callable[..., Any]
+):
+    adapter = random_adapter(pair.target.model)
+    adapter.config.logprobs["usual"] = {"12": usual(-9.0)["2"]}
+    end_often(pair)
+    prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(12)]
+    short = [len(pair.generate_draft(prompt, max_new_tokens=N).token_ids) < 12 for prompt in prompts]
+    assert any(short) and not all(short)
+    rows = [JointRow(prompt, ((0, 0.5),), N) for prompt in prompts]
+    found = JointDecoder(pair.target, pair.draft, [adapter], 4).answers(rows)
+    assert [answers is None for answers in found] == short
+
+
+def test_a_validity_that_is_no_number_is_rejected(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
+    rule = engines[0].backend.judge
+    monkeypatch.setattr(type(rule), "validity_of_each", lambda self, found: torch.full((len(found.ids),), torch.nan))
+    (answers,) = decoder(engines[:1], 4).answers([JointRow(PROMPTS[0], ((0, 0.0),), N)])
+    assert answers[0].ids == engines[0].generate_target(PROMPTS[0], max_new_tokens=N).token_ids
 
 
 def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +253,8 @@ def test_a_calibration_in_batches_counts_the_same_losses(
     engine = engines[0]
     if judge == "head":
         adapter = random_adapter(engine.target.model, seed=2)
-        adapter.config.logprobs["usual"] = {"2": usual(-1.3)["2"], "12": usual(-1.4)["2"], "4": usual(-1.2)["2"]}
+        adapter.config.logprobs["usual"] = {"12": usual(-1.5)["2"]}
+        end_often(engine)
         engine = ParseEngine.from_models(engine.target, engine.draft, adapter)
     problems = [Problem(f"p{i}", f"{PROMPTS[i % 3]} {i}") for i in range(12)]
     records = {}
