@@ -172,9 +172,29 @@ def test_behind_an_end_token_of_the_draft_model_the_target_writes(engines: list[
     draft.eos_ids = {*draft.eos_ids, third}
     plain = GenerationSettings(N, block_tokens=5, adaptive=False, strict_tokens=0)
     (answers,) = decoder(engines, 4).answers([JointRow(prompt, tuple((0, each) for each in (0.9, 0.3)), N)]) or [[]]
-    own = [engines[0].generate(prompt, plain, threshold=each).token_ids for each in (0.9, 0.3)]
-    assert [answer.ids for answer in answers] == own
-    assert any(words[2] in ids[:-1] for ids in own), "the target must write the token for the test to say something"
+    own = [engines[0].generate(prompt, plain, threshold=each) for each in (0.9, 0.3)]
+    assert [answer.ids for answer in answers] == [each.token_ids for each in own]
+    assert [answer.rejected for answer in answers] == [
+        len(each.token_ids) - each.stats.accepted_tokens for each in own
+    ]
+    assert any(words[2] in each.token_ids[:-1] for each in own), "the target must write the token"
+
+
+def test_a_head_of_sampled_answers_reads_a_token_that_both_models_choose(
+    pair: ParseEngine, random_adapter: Callable[..., Any]
+):
+    """A rejected one: of two likely tokens it is often drawn, and then the target's own."""
+    thresholds = [i / 20 for i in range(20)]
+    guesses = load_token_drafter("draft", pair.target, pair.draft)
+    judge = random_adapter(pair.target.model, seed=2)
+    engine = ParseEngine.from_models(pair.target, pair.draft, judge, target_drafter=guesses)
+    for seed in range(4):
+        sampling = Sampling(1.0, top_k=2, seed=seed)
+        row = JointRow(PROMPTS[seed % 3], tuple((0, each) for each in thresholds), 2 * N, sampling)
+        (answers,) = JointDecoder(engine.target, engine.draft, [engine.backend.judge], 64).answers([row]) or [[]]
+        plain = GenerationSettings(2 * N, block_tokens=5, adaptive=False, strict_tokens=0, resume_sampling=sampling)
+        own = [engine.generate(row.prompt, plain, threshold=each).token_ids for each in thresholds]
+        assert [answer.ids for answer in answers] == own, seed
 
 
 def test_a_draft_that_ends_before_its_head_can_tell_is_left_to_the_engine(
