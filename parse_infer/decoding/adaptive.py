@@ -7,7 +7,9 @@ a higher load, or with a large speedup at a lower one, are used first and compar
 
 Concurrent requests share the target. A request with a draft slows the requests beside it, so in a mixture both kinds
 take about the same time. The controller therefore sends both kinds in bursts. It counts an answer only if nearly all
-concurrent requests are of the same kind.
+concurrent requests are of the same kind. A burst goes on until its counted answers have ended, because otherwise only
+the quick ones would end among their own kind. Its first comparison comes while the servers warm up, so another one
+follows soon.
 
 A burst of useless drafts is expensive. A few single answers therefore measure the accepted share first.
 """
@@ -23,10 +25,12 @@ from dataclasses import dataclass, field
 MIN_SAMPLES = 4  # answers of each kind before a comparison
 CLEAR_SPEEDUP = 2.0  # from here on, one answer of the target alone is enough for a comparison
 EXPLORE_EVERY = 64  # every 64th burst, or later where it costs more, uses the slower kind in case it has become faster
-EARLY_EXPLORE_EVERY = 4  # the same, where drafts are used because of their speedup at another load
+EARLY_EXPLORE_EVERY = 4  # the same after the first comparison of bursts, or for drafts used by their speedup elsewhere
+MIN_SPEEDUP = 1.05  # drafts pay from here on: measurements vary by as much
 SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
 WINDOW = 10  # approximate number of answers in an average; at least the size of a burst
 MIN_SAME_KIND_SHARE = 0.8  # an answer counts if this share of the concurrent requests is of its kind
+MAX_LONGER = 4  # a burst waits for its counted answers for at most this multiple of its size
 MIN_ACCEPTED_SHARE = 0.05  # below this accepted share, drafts are not tried at a new load
 
 
@@ -58,6 +62,8 @@ class _Load:
     """Seconds per token."""
     since: int = 0
     """Answers started since the last burst of the slower kind."""
+    explored: bool = False
+    """Whether such a burst followed the first comparison."""
 
     @property
     def speedup(self) -> float | None:
@@ -67,6 +73,24 @@ class _Load:
             return None
         speedup = alone.rate / drafted.rate
         return speedup if alone.n >= MIN_SAMPLES or speedup >= CLEAR_SPEEDUP else None
+
+
+@dataclass
+class _Burst:
+    """Answers of one kind, one started after the other.
+
+    Attributes:
+        left: answers to start.
+        spare: answers that may follow, uncounted, until the counted ones have ended.
+        counted: counted answers in flight.
+    """
+
+    drafted: bool = False
+    left: int = 0
+    spare: int = 0
+    counted: int = 0
+    ended: bool = False
+    """Whether the last answer was a spare one."""
 
 
 @dataclass
@@ -91,7 +115,7 @@ class Controller:
         self._loads: defaultdict[int, _Load] = defaultdict(_Load)
         self._kept = DecayedRate()  # accepted draft tokens
         self._in_flight = {False: 0, True: 0}
-        self._burst = (False, 0)  # kind of the next answers, and how many
+        self._burst = _Burst()
 
     def begin(self, load: int = 1) -> InFlight:
         """Choose the kind of this engine's only answer, at a load as in `answering`. It needs no cleanup."""
@@ -107,12 +131,15 @@ class Controller:
         """
         load = running if load is None else load
         answer = InFlight(self._choose(load, running), load)
+        burst = self._burst
         self._in_flight[answer.drafted] += 1
-        answer.counts = self._among_its_kind(answer)
+        answer.counts = not burst.ended and self._among_its_kind(answer)
+        burst.counted += answer.counts
         try:
             yield answer
         finally:
             self._in_flight[answer.drafted] -= 1
+            burst.counted -= answer.counts
 
     def note(self, answer: InFlight, seconds: float, tokens: int, load: int = 1, kept: int | None = None) -> None:
         """Record a complete answer. Call this inside its `answering` block, if it has one.
@@ -136,11 +163,16 @@ class Controller:
         return self._loads[_bucket(load)]
 
     def _choose(self, load: int, running: int) -> bool:
-        kind, left = self._burst
-        if not left:
-            kind, left = self._next_burst(load, running)
-        self._burst = (kind, left - 1)
-        return kind
+        burst = self._burst
+        if not burst.left and not (burst.counted and burst.spare):
+            drafted, size = self._next_burst(load, running)
+            burst = self._burst = _Burst(drafted, size, MAX_LONGER * size if size > 1 else 0)
+        burst.ended = not burst.left
+        if burst.ended:
+            burst.spare -= 1
+        else:
+            burst.left -= 1
+        return burst.drafted
 
     def _next_burst(self, load: int, running: int) -> tuple[bool, int]:
         """Choose the kind and size of the next burst."""
@@ -151,17 +183,20 @@ class Controller:
         if pays is None:
             return here.paces[True].n <= here.paces[False].n, size
         here.since += 1
+        first = here.speedup is not None and not here.explored
+        if first and size > 1 and self._kept.rate >= MIN_ACCEPTED_SHARE:
+            explore_every = EARLY_EXPLORE_EVERY
         ratio = here.speedup or 1.0
         if here.since < explore_every * size * max(ratio, 1 / ratio):
             return pays, 1
-        here.since = 0
+        here.since, here.explored = 0, True
         return not pays, size
 
     def _drafts_pay(self, bucket: int) -> tuple[bool | None, int]:
         """Return whether drafts pay (None: measure now), and after how many bursts to try the other kind."""
         known = {at: speedup for at, each in sorted(self._loads.items()) if (speedup := each.speedup) is not None}
         if bucket in known:
-            return known[bucket] >= 1, EXPLORE_EVERY
+            return known[bucket] >= MIN_SPEEDUP, EXPLORE_EVERY
         lower = {at: speedup for at, speedup in known.items() if at < bucket}
         if any(speedup < 1 for speedup in lower.values()):
             return False, EXPLORE_EVERY
