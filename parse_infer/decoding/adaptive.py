@@ -159,8 +159,8 @@ class Controller:
             self._kept.note(tokens if kept is None else kept, tokens)
         low, high = sorted((load, answer.load))
         if answer.counts and self._among_its_kind(answer) and high < 2 * low:
-            running = sum(self._in_flight.values())
-            self._at(math.sqrt(low * high)).paces[answer.drafted].note(seconds, tokens, max(WINDOW, 2 * _burst(running)))
+            last = max(WINDOW, 2 * _burst(sum(self._in_flight.values())))
+            self._at(math.sqrt(low * high)).paces[answer.drafted].note(seconds, tokens, last)
 
     def pace(self, drafted: bool, load: int = 1) -> float:
         """Seconds per token of recent answers; 0 without any."""

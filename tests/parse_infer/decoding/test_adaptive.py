@@ -209,7 +209,9 @@ def test_and_drafts_that_are_kept_are_found_to_pay(clients):
 @pytest.mark.parametrize("kept", [0.1, 0.7])
 @pytest.mark.parametrize("clients", [1, 8, 32])
 def test_answers_of_any_length_do_not_hide_what_pays(clients, kept):
-    adaptive, always = (sum(serve(way(), 1280, clients, kept, seed=i) for i in range(3)) for way in (Controller, Always))
+    adaptive, always = (
+        sum(serve(way(), 1280, clients, kept, seed=seed) for seed in range(3)) for way in (Controller, Always)
+    )
     assert adaptive / always > 0.9, "learning included"
 
 
