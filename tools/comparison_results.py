@@ -162,7 +162,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Write a PNG of the points of every rule that was timed, if any. Its background is opaque, for dark pages too.
 
     A line has one length of blocks. Bars are the intervals of the promised points. The axis of the loss ends at twice
-    the largest promise.
+    the largest promise, or sooner.
     """
     shown = {name: rule for name, rule in results["rules"].items() if rule["timed"]}
     if not shown:
@@ -186,6 +186,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         risks = [float(risk) for rule in results["rules"].values() for risk in rule["promises"]]
         axes.axhline(1, color="#777777", linewidth=1, linestyle=":")
         axes.axvline(0, color="#777777", linewidth=1, linestyle=":")
-        axes.set_xlim(right=200 * max(risks))
+        axes.set_xlim(right=min(axes.get_xlim()[1], 200 * max(risks)))
         axes.set_xlabel("lost, % of problems (bars: 95 % intervals of the promised points)")
         axes.set_ylabel("speed over lossless speculation")
