@@ -9,7 +9,7 @@ Concurrent requests share the target. A request with a draft slows the requests 
 take about the same time. The controller therefore sends both kinds in bursts. It counts an answer only if nearly all
 concurrent requests are of the same kind. A burst goes on until its counted answers have ended, because otherwise only
 the quick ones would end among their own kind. A comparison that changes the choice is repeated soon, because few
-answers vary much, and servers warm up.
+answers vary much and servers warm up.
 
 A burst of useless drafts is expensive. A few single answers therefore measure the accepted share first.
 """
@@ -26,7 +26,7 @@ MIN_SAMPLES = 4  # answers of each kind before a comparison
 CLEAR_SPEEDUP = 2.0  # from here on, one answer of the target alone is enough for a comparison
 EXPLORE_EVERY = 64  # every 64th burst, or later where it costs more, uses the slower kind in case it has become faster
 EARLY_EXPLORE_EVERY = 4  # the same after a comparison that changed the choice, or for an extrapolated choice
-MIN_SPEEDUP = 1.05  # drafts pay from here on: measurements vary by as much
+MIN_SPEEDUP = 1.05  # drafts pay from here on, because a smaller gain may be noise
 SPEEDUP_DECAY_PER_DOUBLING = 1.5  # twice the load divides a speedup by this (1.4 and 1.5 measured, 1 to 8 requests)
 WINDOW = 10  # approximate number of answers in an average; at least two bursts
 MIN_SAME_KIND_SHARE = 0.8  # an answer counts if this share of the concurrent requests is of its kind

@@ -287,6 +287,26 @@ def test_a_clear_speedup_needs_one_slow_answer_and_is_checked_less_often(speedup
     assert simulate(controller, 30, with_draft=1.5)[1] < MIN_SAMPLES, "drafts that no longer pay are given up"
 
 
+def test_drafts_that_hardly_pay_are_left_alone():
+    controller = Controller()
+    assert simulate(controller, 60, with_draft=0.98)[1] == MIN_SAMPLES
+
+
+def test_a_comparison_that_decides_is_repeated_soon():
+    controller = Controller()
+    simulate(controller, 3 * BURST, with_draft=0.5, load=32)
+    assert 10 * BURST - simulate(controller, 10 * BURST, with_draft=0.5, load=32)[1] == BURST
+
+
+def test_where_the_load_changes_too_fast_to_count_kinds_take_turns():
+    controller, drafted = Controller(), 0
+    for _ in range(200):
+        with controller.answering(4) as answer:
+            controller.note(answer, 1.0, 100, 32)
+        drafted += answer.drafted
+    assert 80 < drafted < 120
+
+
 def test_each_load_has_its_own_measure():
     controller = Controller()
     for _ in range(50):
