@@ -7,7 +7,7 @@ every output is nearly the same, and a wrong mask would go unnoticed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -180,15 +180,17 @@ def random_lora(
 
 @pytest.fixture(scope="session")
 def random_adapter() -> Callable[..., Any]:
-    """`random_adapter(model, seed=1, stream=False)`: a `ValidityAdapter` with a head on log-probabilities; with
-    `stream` also a second stream, whose LoRA really changes something."""
+    """`random_adapter(model, seed=1, stream=False, layers=(), second=True)`: a `ValidityAdapter` with a head on
+    log-probabilities; with `stream` also `layers` and a `second` stream, whose LoRA really changes something."""
     from parse_infer.judge.adapter import ValidityAdapter, ValidityConfig
     from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
     from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
     from parse_infer.judge.stream.lora import StreamLoRA
     from parse_infer.models.fingerprint import describe_target
 
-    def make(model: PreTrainedModel, seed: int = 1, stream: bool = False) -> Any:
+    def make(
+        model: PreTrainedModel, seed: int = 1, stream: bool = False, layers: Sequence[int] = (), second: bool = True
+    ) -> Any:
         generator = torch.Generator().manual_seed(seed)
         sizes = LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64)
         reader = LogprobHead(sizes)
@@ -204,11 +206,13 @@ def random_adapter() -> Callable[..., Any]:
         )
         if not stream:
             return ValidityAdapter(config, reader.requires_grad_(False).eval())
-        head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, floor=-1.0))
+        head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, -1.0, tuple(layers), second))
         for layer in (head.project, head.beside, head.out):
             torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             torch.nn.init.zeros_(layer.bias)
         config.stream = {"head": asdict(head.stream), "start_from": "runs/logprob/adapter"}
+        if not second:
+            return ValidityAdapter(config, head.requires_grad_(False).eval())
         tensors, peft_config = random_lora(model, 4, generator)
         lora = StreamLoRA.from_peft(peft_config, tensors, model)
         return ValidityAdapter(config, head.requires_grad_(False).eval(), lora, peft_config, tensors)

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ValidityConfig.from_dict(files.validity_config)
         if config.stream is not None:
             start = config.stream["start_from"]
-            raise ParseError(f"{arguments.adapter} reads a second stream: name the one it was trained from, {start}")
+            raise ParseError(f"{arguments.adapter} reads hidden states: name the one it was trained from, {start}")
         for folder in arguments.data:
             if target := read_build_info(folder).target:
                 check_target(arguments.adapter, config.target, target)

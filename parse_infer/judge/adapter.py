@@ -1,8 +1,8 @@
-"""The validity adapter: a head on log-probabilities, alone or with a second stream and its LoRA.
+"""The validity adapter: a head on log-probabilities, alone or corrected by hidden states of the target.
 
 An exported adapter is a folder: `validity_head.safetensors`, `validity_config.json` and `README.md`. A second stream
-adds `adapter_config.json` and `adapter_model.safetensors` (plain peft). A head alone (`LogprobHead`) fits every copy
-of the target, quantised or served.
+adds its LoRA, `adapter_config.json` and `adapter_model.safetensors` (plain peft). A head alone (`LogprobHead`) fits
+every copy of the target, quantised or served.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from parse_infer.errors import ModelError
-from parse_infer.judge.adapter_files import judge_fingerprint, read_adapter, write_adapter
+from parse_infer.judge.adapter_files import adapts, judge_fingerprint, read_adapter, write_adapter
 from parse_infer.judge.judge import Scorer
 from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig, LogprobScorer
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
@@ -37,7 +37,8 @@ class ValidityConfig:
         target: `describe_target(model)`: name, model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint.
         logprobs: sizes of a `LogprobHead`, how its training data was read, a known text, and ranges of the drafts that
             it can judge (`UsualDrafts`); None: a judge without a trained head.
-        stream: sizes of the `StreamHead` around it, and the adapter whose head it was; None: no second stream.
+        stream: sizes of the `StreamHead` around it, and the adapter whose head it was; None: no hidden
+            states.
         cut_policy: `CutPolicy.to_dict()` of the training data.
         label: definition of the training label.
         probability: scale and shift of the logit, fitted so that validities are probabilities; None: not fitted.
@@ -67,7 +68,7 @@ class ValidityConfig:
     @property
     def adapts(self) -> bool:
         """Whether the adapter has a LoRA."""
-        return self.stream is not None
+        return adapts(asdict(self))
 
     @property
     def usual_drafts(self) -> UsualDrafts | None:
@@ -110,7 +111,8 @@ class ValidityConfig:
             raise ModelError("validity_config.json has damaged logprobs.usual: export the adapter again") from error
         if (stream := values.get("stream")) is not None:
             sizes = {f.name for f in fields(StreamHeadConfig)}
-            if not isinstance(stream, dict) or set(stream.get("head") or ()) != sizes:
+            found = set((stream.get("head") or ()) if isinstance(stream, dict) else ())
+            if not sizes - {"layers", "second"} <= found <= sizes:  # which the first ones had not
                 raise ModelError("validity_config.json has an incomplete stream: export the adapter again")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
@@ -125,9 +127,10 @@ class ValidityAdapter:
     Attributes:
         config: see `ValidityConfig`.
         head: the read-out, on the target's device.
-        lora: the LoRA bound to a loaded target; None without a stream, and before binding (an adapter to be saved).
-        peft_config: content of adapter_config.json; empty without a stream.
-        tensors: content of adapter_model.safetensors, by peft's names; empty without a stream.
+        lora: the LoRA bound to a loaded target; None without a second stream, and before binding (an adapter to be
+            saved).
+        peft_config: content of adapter_config.json; empty without a second stream.
+        tensors: content of adapter_model.safetensors, by peft's names; empty without a second stream.
         train_problems: hashes of the training prompts; empty if unknown.
     """
 
@@ -151,7 +154,7 @@ class ValidityAdapter:
         facts = texts, self.config.usual_drafts, self.config.validity
         if isinstance(self.head, LogprobHead):
             return LogprobScorer(self.head, *facts)
-        assert self.lora is not None and model is not None
+        assert model is not None and (self.lora is not None) == self.head.stream.second
         # More tokens in a forward cost a GPU little, and a CPU as much as in another one.
         return StreamScorer(self.head, self.lora, *facts, one_pass=model.device.type != "cpu")
 

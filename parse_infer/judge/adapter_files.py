@@ -60,6 +60,12 @@ def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapp
     return digest.hexdigest()[:12]
 
 
+def adapts(validity_config: Mapping[str, Any]) -> bool:
+    """Whether the adapter with this validity_config.json has a second stream, and so a LoRA."""
+    stream = validity_config.get("stream")
+    return bool(stream) and stream.get("head", {}).get("second", True)
+
+
 def read_adapter(name_or_path: str | Path) -> AdapterFiles:
     """Read a local folder, or a Hugging Face id through the Hub's cache.
 
@@ -81,13 +87,13 @@ def read_adapter(name_or_path: str | Path) -> AdapterFiles:
 
     check(CONFIG, HEAD)
     config = read_json(folder / CONFIG, WAY_OUT)
-    adapts = config.get("stream") is not None
-    if adapts:
+    has_lora = adapts(config)
+    if has_lora:
         check(PEFT_CONFIG, PEFT_WEIGHTS)
     return AdapterFiles(
         folder=folder.absolute(),
-        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if adapts else {},
-        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if adapts else {},
+        peft_config=read_json(folder / PEFT_CONFIG, WAY_OUT) if has_lora else {},
+        tensors=read_tensors(folder / PEFT_WEIGHTS, WAY_OUT) if has_lora else {},
         head=read_tensors(folder / HEAD, WAY_OUT),
         validity_config=config,
         train_problems=read_train_problems(folder),
@@ -138,19 +144,19 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
 
     Its front matter is that of the Hub's model cards, except for the licence, which its publisher adds.
     """
-    target, threshold, adapts = config["target"], config.get("threshold"), bool(config.get("stream"))
+    target, threshold, has_lora = config["target"], config.get("threshold"), adapts(config)
     front = ModelCardData(
         base_model=hub_id(target["name"]),
-        library_name="peft" if adapts else "parse-engine",
+        library_name="peft" if has_lora else "parse-engine",
         pipeline_tag="text-generation",
-        tags=["parse-engine", "speculative-decoding", *(["lora"] if adapts else [])],
+        tags=["parse-engine", "speculative-decoding", *(["lora"] if has_lora else [])],
     )
     rows = [f"| {key} | {_shown(value)} |" for key, value in config.get("metrics", {}).items()]
     metrics = ["", "## Held-out figures", "", "| metric | value |", "|---|---|", *rows] if rows else []
     shown = ["", "## Figures", "", *(f"![{name}]({name}.png)" for name in figures)] if figures else []
     facts = {
         "target": f"{target['name']} ({target['model_type']}, {target['num_hidden_layers']} layers)",
-        "reads": "the target's log-probabilities" + (" and a second stream" if adapts else ""),
+        "reads": _reads(config),
         "cuts": json.dumps(config.get("cut_policy", {})),
         "label": json.dumps(config.get("label", {}), ensure_ascii=False),
         "threshold": "not calibrated" if threshold is None else describe_threshold(threshold),
@@ -173,6 +179,13 @@ def model_card(config: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
             "",
         ]
     )
+
+
+def _reads(config: Mapping[str, Any]) -> str:
+    head = (config.get("stream") or {}).get("head", {})
+    layers = ", ".join(map(str, head.get("layers") or ()))
+    more = [f"its hidden states (layers {layers})"] if layers else []
+    return " and ".join(["the target's log-probabilities", *more, *(["a second stream"] if adapts(config) else [])])
 
 
 def _scope(config: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ class Reading:
         found: log-probabilities that a server returned; None: `logprobs` computes them.
         context: the tokens before the draft; empty over servers.
         hidden: [T, H], the final-norm states before the tokens; None over servers.
+        inner: [T, layers, H], the inputs of `Scorer.layers` at the draft's tokens; None over servers.
         logits: the output layer, [n, H] -> [n, V]; None over servers.
         trailing: [n, H], the states of the tokens that `Scorer.trailing` appended to the pass; None: it appended none.
         read: reads tokens after context and draft in another pass, and returns their states [n, H]; None over servers.
@@ -46,6 +47,7 @@ class Reading:
     found: TokenLogprobs | None = None
     context: Sequence[int] = ()
     hidden: Tensor | None = None
+    inner: Tensor | None = None
     logits: Callable[[Tensor], Tensor] | None = None
     trailing: Tensor | None = None
     read: Callable[[Trailing], Tensor] | None = None
@@ -92,6 +94,7 @@ class Scorer(Protocol):
         k: number of the target's first choices that it reads; 0: it reads other states.
         by_token: it can judge every token of a block.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
+        layers: optional; layers of which it reads the inputs, counted as in `Decoder.capture_hidden`.
         looks_ahead: optional; the verdict on a token depends on later tokens of its block (`looks_ahead`).
     """
 

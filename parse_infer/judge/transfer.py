@@ -23,7 +23,7 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
 
     Raises:
         FileNotFoundError: the adapter or the target does not exist.
-        ValueError: the adapter reads a second stream, which belongs to one target; or `folder` holds an adapter.
+        ValueError: the adapter reads hidden states, which belong to one target; or `folder` holds an adapter.
     """
     if (Path(folder).expanduser() / CONFIG).exists():
         raise ModelError(f"{folder} holds an adapter already: choose another folder, or delete it")
@@ -31,7 +31,7 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
     config = ValidityConfig.from_dict(files.validity_config)
     if config.stream is not None:
         raise ModelError(
-            f"the adapter {str(adapter)!r} reads a second stream of its target {config.target['name']!r}: "
+            f"the adapter {str(adapter)!r} reads hidden states of its target {config.target['name']!r}: "
             f"transfer the one it was trained from, {config.stream['start_from']!r}"
         )
     trained_for = config.provenance.get("trained_for", config.target["name"])

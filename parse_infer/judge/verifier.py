@@ -117,11 +117,12 @@ class Verifier:
             return Verification(cuts=[], validity=[], hidden=decoder.forward(draft_ids).hidden)
         reading = Reading(draft_ids, cuts, written, context=[*decoder.ids])
         trailing = scorer.trailing(reading, carried, decoder.device)
-        output = decoder.forward(draft_ids, trailing)
+        output = decoder.forward(draft_ids, trailing, getattr(scorer, "layers", ()))
         hidden = output.hidden if trailing is None else output.hidden.clone()  # a view would keep the other states
         reading = replace(
             reading,
             hidden=hidden[:-1],
+            inner=output.inner,
             logits=decoder.logits,
             trailing=None if trailing is None else output.trailing,
             read=lambda tokens: decoder.forward((), tokens).trailing,

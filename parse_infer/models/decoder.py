@@ -58,10 +58,12 @@ class PassOutput:
     Attributes:
         hidden: [1 + extra, H]: states of the last context token and every extra token. Row i predicts extra token i.
         trailing: [n, H]: states of the trailing tokens.
+        inner: [extra, layers, H]: inputs of the layers asked for at every extra token.
     """
 
     hidden: Tensor
     trailing: Tensor
+    inner: Tensor
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -219,7 +221,9 @@ class Decoder:
             position = position + 1
 
     @torch.inference_mode()
-    def forward(self, extra_ids: Sequence[int] = (), trailing: Trailing | None = None) -> PassOutput:
+    def forward(
+        self, extra_ids: Sequence[int] = (), trailing: Trailing | None = None, layers: Sequence[int] = ()
+    ) -> PassOutput:
         """Run one forward over [uncached context tokens, extra_ids, trailing tokens]; several for a long context.
 
         Afterwards `ids` ends with `extra_ids`, all of it is cached, and the trailing tokens are not.
@@ -227,13 +231,17 @@ class Decoder:
         Args:
             extra_ids: tokens to append to the context (a draft).
             trailing: see `Trailing`.
+            layers: of which to return the inputs, counted as in `capture_hidden`.
 
         Raises:
             ValueError: an empty context, or trailing tokens on a model without `enable_split_attention`.
         """
-        hidden = self._run(extra_ids, trailing)
+        inner: list[Tensor] = []
+        hidden = self._run(extra_ids, trailing, layers, inner)
         self._crop(len(self.ids))
-        return PassOutput(hidden[: 1 + len(extra_ids)], hidden[1 + len(extra_ids) :])
+        end = 1 + len(extra_ids)
+        states = torch.cat(inner)[-len(extra_ids) :] if inner else hidden.new_empty(0, len(layers), hidden.shape[1])
+        return PassOutput(hidden[:end], hidden[end:], states)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -316,10 +324,17 @@ class Decoder:
         """Set the logits [V] from which the next `decode` chooses its first token, without a forward."""
         self._next_logits = logits
 
-    def _run(self, extra_ids: Sequence[int], trailing: Trailing | None = None) -> Tensor:
+    def _run(
+        self,
+        extra_ids: Sequence[int],
+        trailing: Trailing | None = None,
+        layers: Sequence[int] = (),
+        inner: list[Tensor] | None = None,
+    ) -> Tensor:
         """Run [uncached context tokens, extra_ids, trailing tokens] in chunks.
 
-        `extra_ids` join the context. The trailing tokens stay in the cache until it is cropped.
+        `extra_ids` join the context. The trailing tokens stay in the cache until it is cropped. `inner` receives the
+        inputs of `layers`, [T, layers, H], of the chunks that end in extra tokens.
 
         Returns:
             [1 + extra + n, H]: the states of the last context token, of the extra and of the trailing tokens.
@@ -342,21 +357,31 @@ class Decoder:
             if last is not None:
                 tokens, positions = [*tokens, *last.ids], torch.cat([positions, last.positions])
                 mask = layer_masks(self._windows, last.mask)
+            states: dict[int, Tensor] = {layer: positions for layer in layers}
             with nullcontext() if last is None else last.within():
-                hidden = self._step(torch.tensor([tokens], device=self.device), positions[None], mask)[0]
+                hidden = self._step(torch.tensor([tokens], device=self.device), positions[None], mask, states)[0]
             if stop > unused:
                 kept.append(hidden[max(0, unused - start) :])
+            if inner is not None and layers and stop > len(text) - len(extra_ids):
+                inner.append(torch.stack([states[layer][0, : stop - start].to(self.device) for layer in layers], 1))
         self.ids.extend(extra_ids)
         self._next_logits = None
         self.edits += 1
         return torch.cat(kept)
 
-    def _step(self, tokens: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None = None) -> Tensor:
-        """Run one forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens."""
+    def _step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | dict[str, Tensor] | None = None,
+        inner: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run one forward of the backbone, [1, T] -> [1, T, H]; the cache grows by T tokens. `inner` receives the
+        inputs of the layers that are its keys."""
         if self.before_forward is not None:
             self.before_forward()
         captures = list(self._captures)
-        captured = {layer: tokens for capture in captures for layer in capture.layers}
+        captured = {layer: tokens for capture in captures for layer in capture.layers} | (inner or {})
         graphs, hidden = self._graphs, None
         try:
             if graphs is not None and mask is None and graphs.takes(tokens.shape[1], self.cached):
@@ -382,6 +407,8 @@ class Decoder:
         captured[len(self._layers)] = hidden
         for capture in captures:
             capture.add(captured)
+        if inner:
+            inner.update({layer: captured[layer] for layer in inner})
         return hidden
 
     @contextmanager

@@ -259,8 +259,8 @@ def _judge(
     check_target(str(adapter.folder), config.target, describe_config(load_config(target), str(target)))
     if config.stream is not None:
         raise SettingsError(
-            f"the adapter {str(adapter.folder)!r} reads a second stream of the target, which servers do not run: use "
-            f"the adapter it was trained from, {config.stream['start_from']!r}, or the local backend"
+            f"the adapter {str(adapter.folder)!r} reads hidden states of the target, which servers do not return: "
+            f"use the adapter it was trained from, {config.stream['start_from']!r}, or the local backend"
         )
     head = read_head(str(adapter.folder), config, adapter.head)
     assert isinstance(head, LogprobHead)

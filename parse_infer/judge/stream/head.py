@@ -1,4 +1,6 @@
-"""A `LogprobHead`, and a correction of its doubt by what the target makes of the draft in a second stream of the pass.
+"""A `LogprobHead`, and a correction of its doubt by hidden states of the target.
+
+They are of the pass over the draft itself (*layers*), of a second stream, or both:
 
     input_ids    [ prompt … | d1 d2 … dT | d1′ d2′ … dT′ ]
     position_ids [ 0 … n-1  | n … n+T-1  | n … n+T-1     ]
@@ -30,11 +32,24 @@ class StreamHeadConfig:
         size: inner size of the correction.
         floor: tokens that the trunk doubts less, and the target's first choices, are not corrected. So a draft without
             other tokens needs no second stream.
+        layers: the correction reads the inputs of these layers at the draft's own tokens, counted as in
+            `Decoder.capture_hidden`. The pass over the draft computes them anyway.
+        second: whether there is a second stream.
     """
 
     hidden_size: int
     size: int = 64
     floor: float = -5.0
+    layers: tuple[int, ...] = ()
+    second: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+
+    @property
+    def states(self) -> int:
+        """S, the number of hidden states that the correction reads of a token."""
+        return len(self.layers) + self.second
 
 
 class StreamHead(nn.Module):
@@ -48,7 +63,7 @@ class StreamHead(nn.Module):
     def __init__(self, trunk: LogprobHead, config: StreamHeadConfig) -> None:
         super().__init__()
         self.trunk, self.stream = trunk.requires_grad_(False), config
-        self.project = nn.Linear(config.hidden_size, config.size)
+        self.project = nn.Linear(config.states * config.hidden_size, config.size)
         self.beside = nn.Linear(trunk.config.width, config.size)
         self.out = nn.Linear(config.size, 1)
         nn.init.zeros_(self.out.weight)
@@ -75,10 +90,10 @@ class StreamHead(nn.Module):
         Args:
             doubt: float32 [..., T], the trunk's.
             hidden: float32 [..., T, width], `LogprobHead.encode`'s.
-            states: [..., T, H].
+            states: [..., T, S, H], of the layers, then of the second stream.
             where: bool [..., T], the tokens to correct.
         """
-        read = layer_norm(states.float(), states.shape[-1:])
+        read = layer_norm(states.float(), states.shape[-1:]).flatten(-2)
         inner = silu(in_float32(self.project, read) + in_float32(self.beside, hidden))
         more = in_float32(self.out, dropout(inner, p_dropout, self.training))[..., 0]
         return torch.where(where, doubt + more, doubt)

@@ -1,4 +1,4 @@
-"""Scores the tokens of an answer by log-probabilities and the second stream."""
+"""Scores the tokens of an answer by log-probabilities and hidden states."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from parse_infer.models.decoder import Trailing
 
 
 class StreamScorer(LogprobScorer):
-    """A `LogprobScorer` whose doubt the second stream corrects.
+    """A `LogprobScorer` whose doubt is corrected by hidden states of the pass over the draft or of a second stream.
 
     Args:
         head, texts, usual, to_validity: as in `LogprobScorer`.
-        lora: on at the tokens of the stream.
+        lora: on at the tokens of the second stream; None without one.
         one_pass: read the stream in the pass over the draft; else in a second one, if the trunk doubts a token. The
             verdict is the same.
 
     Attributes:
+        layers: see `StreamHeadConfig`.
         second_passes: number of those so far.
     """
 
     def __init__(
         self,
         head: StreamHead,
-        lora: StreamLoRA,
+        lora: StreamLoRA | None,
         texts: TokenTexts,
         usual: UsualDrafts | None = None,
         to_validity: Callable[[Tensor], Tensor] = torch.sigmoid,
@@ -45,10 +46,10 @@ class StreamScorer(LogprobScorer):
     ) -> None:
         super().__init__(head.trunk, texts, usual, to_validity)
         self.stream, self.lora, self.bias, self.one_pass = head, lora, head.bias, one_pass
-        self.second_passes = 0
+        self.layers, self.second_passes = head.stream.layers, 0
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
-        if not (self.one_pass and len(reading.draft)):
+        if not (self.lora and self.one_pass and len(reading.draft)):
             return None
         return self._stream(reading, carried, len(reading.draft), device)
 
@@ -64,21 +65,31 @@ class StreamScorer(LogprobScorer):
     def _corrected(self, reading: Reading, carried: Carried, doubt: Tensor, hidden: Tensor) -> Tensor:
         """Return the corrected doubt [T], of which the target's first choices are -inf."""
         where = doubt > self.stream.stream.floor
-        if reading.trailing is None:
+        n, read = len(doubt), []
+        if self.lora and reading.trailing is None:
             doubted = where.nonzero()
             if not len(doubted):
                 return doubt
-            assert reading.read is not None
             n = int(doubted[-1]) + 1
-            self.second_passes += 1
-            states = reading.read(self._stream(reading, carried, n, doubt.device))[-n:]
-        else:
-            n = len(doubt)
-            states = reading.trailing[-n:]
+        if self.layers:
+            assert reading.inner is not None
+            read.append(reading.inner[:n])
+        if self.lora:
+            read.append(self._second(reading, carried, n, doubt.device)[:, None])
+        states = torch.cat(read, dim=1)
         return torch.cat([self.stream.correct(doubt[:n], hidden[:n], states, where[:n]), doubt[n:]])
+
+    def _second(self, reading: Reading, carried: Carried, n: int, device: torch.device) -> Tensor:
+        """Return the states of the draft's first n tokens in the second stream, [n, H]."""
+        if reading.trailing is not None:
+            return reading.trailing[-n:]
+        assert reading.read is not None
+        self.second_passes += 1
+        return reading.read(self._stream(reading, carried, n, device))[-n:]
 
     def _stream(self, reading: Reading, carried: Carried, n: int, device: torch.device) -> Trailing:
         """The answer up to the draft's n-th token, once more."""
+        assert self.lora is not None
         start = len(reading.context) - carried.tokens - len(reading.written)
         ids = [*reading.context[start:], *reading.draft[:n]]
         trailing = probes(ids, [start], len(reading.context) + len(reading.draft), device)

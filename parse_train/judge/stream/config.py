@@ -1,4 +1,4 @@
-"""Configuration of the training of a second stream: the keys of `recipes/train.yaml`."""
+"""Configuration of the training of a judge on hidden states: the keys of `recipes/train.yaml`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parse_train.judge.logprob.config import LogprobTrainingConfig
 
 @dataclass
 class StreamTrainingConfig(LogprobTrainingConfig):
-    """Fields of the training of a LoRA that reads the draft in a second stream, and corrects a judge on
-    log-probabilities.
+    """Fields of the training that corrects a judge on log-probabilities by hidden states of the target: of the pass
+    over the draft, and of a second stream that a LoRA reads.
 
     Raises:
         ValueError: a value out of range, or an unsupported option of `TrainingArguments`.
@@ -23,7 +23,7 @@ class StreamTrainingConfig(LogprobTrainingConfig):
     start_from: str | None = field(
         default=None,
         metadata={
-            "help": "Adapter on log-probabilities, whose doubt the second stream corrects, or the recipe that trains "
+            "help": "Adapter on log-probabilities, whose doubt is corrected, or the recipe that trains "
             "it first, on the same data and in OUTPUT_DIR/logprob (required)."
         },
     )
@@ -38,8 +38,15 @@ class StreamTrainingConfig(LogprobTrainingConfig):
             "choices": ["auto", "float32", "bfloat16"],
         },
     )
+    hidden_layers: int = field(
+        default=0,
+        metadata={
+            "help": "Number of layers, evenly spaced up to the last, whose states at the draft's own tokens the "
+            "correction reads: the pass over the draft computes them anyway. 0: none."
+        },
+    )
     min_wrong_drafts: int = field(
-        default=200, metadata={"help": "Refuse to train a LoRA on fewer drafts with an error: it would learn them."}
+        default=200, metadata={"help": "Refuse to train on fewer drafts with an error: the correction would learn them."}
     )
     stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
     stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
@@ -50,7 +57,7 @@ class StreamTrainingConfig(LogprobTrainingConfig):
             "needs no second stream."
         },
     )
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the second stream's LoRA; 0: no second stream."})
     lora_alpha: int = field(default=32, metadata={"help": "The LoRA update is scaled by lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA."})
     lora_target_modules: list[str] = field(
@@ -76,9 +83,16 @@ class StreamTrainingConfig(LogprobTrainingConfig):
                 "the recipe needs the key start_from: an adapter on log-probabilities, or the recipe that trains it, "
                 "recipes/train-logprob.yaml"
             )
-        for key in ("lora_rank", "stream_size"):
-            if getattr(self, key) < 1:
-                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.stream_size < 1:
+            raise ParseError(f"stream_size is {self.stream_size}; it must be at least 1")
+        for key in ("lora_rank", "hidden_layers"):
+            if getattr(self, key) < 0:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
+        if not (self.lora_rank or self.hidden_layers):
+            raise ParseError(
+                "lora_rank and hidden_layers are 0, so nothing would be corrected: set one of them, or train "
+                "recipes/train-logprob.yaml alone"
+            )
         for key in ("lora_dropout", "stream_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0 and below 1")

@@ -13,8 +13,8 @@ class ContextCache(DynamicCache):
     """A `DynamicCache` in which every layer caches every token, as at inference: the masks apply windows.
 
     Attributes:
-        fixed: layers get their new keys and values behind the cached ones, and the cache keeps neither. A checkpointed
-            layer, which runs twice, needs this.
+        fixed: layers get their new keys and values behind the cached ones, and the cache keeps neither: the draft is
+            read twice, and a checkpointed layer runs twice.
     """
 
     fixed = False

@@ -1,4 +1,4 @@
-"""Target, LoRA of the second stream and head as one module for training."""
+"""Target, LoRA of the second stream and head as one module for training; without a second stream no LoRA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StreamModel(TokenModel):
-    """Scores prefixes of drafts from stored log-probabilities and the second stream. Only LoRA and correction learn.
+    """Scores prefixes of drafts from stored log-probabilities and hidden states. Only LoRA and correction learn.
 
     The prompt runs without LoRA and gradient, and fills a KV cache. Then the draft runs with both against that cache:
     the layout of one probe whose tokens are the draft. The state dict holds neither target nor trunk.
@@ -40,7 +40,7 @@ class StreamModel(TokenModel):
         target: wrapped in place.
         head: the initialised head.
         texts: the target's tokens.
-        lora: None: the defaults.
+        lora: None: the defaults. Without a second stream it is not used.
         noise, certain_share, dropout: see `StreamTrainingConfig`.
     """
 
@@ -60,17 +60,20 @@ class StreamModel(TokenModel):
         self._trunk = copy.deepcopy(head.trunk.state_dict())  # DeepSpeed rounds the module's own weights
         enable_split_attention(target)
         self.windows = layer_windows(target)
-        self.target: PeftModel = attach_lora(target, lora or LoraOptions())
+        second = head.stream.second
+        self.target: PreTrainedModel | PeftModel = (
+            attach_lora(target, lora or LoraOptions()) if second else target.requires_grad_(False)
+        )
         self._adapted = [layer for layer in target.modules() if isinstance(layer, LoraLayer)]
         self.backbone_name, self.dropout = target.base_model_prefix, dropout
-        self.adapter_dtype, self._recomputes = torch.float32, False
+        self.adapter_dtype = torch.float32
         self._register_state_dict_hook(drop_frozen)
         self.register_load_state_dict_post_hook(ignore_missing_frozen)
 
     @property
     def base(self) -> PreTrainedModel:
         """The target without peft's wrapper."""
-        return cast(PreTrainedModel, self.target.get_base_model())
+        return cast(PreTrainedModel, self.target.get_base_model() if self.head.stream.second else self.target)
 
     def train(self, mode: bool = True) -> StreamModel:
         """Set training mode for the correction and LoRA dropout only."""
@@ -105,20 +108,28 @@ class StreamModel(TokenModel):
         return self.pooled(each, ids == first, cuts, self.head)
 
     def states(self, context: Tensor, visible: Tensor, ids: Tensor) -> Tensor:
-        """Return the final-norm states of the second stream, [B, T, H]."""
+        """Return the states that the correction reads, [B, T, S, H]."""
         backbone, n_keys, n = getattr(self.base, self.backbone_name), context.shape[1], ids.shape[1]
         cache = ContextCache()
         with torch.no_grad(), self.without_lora():
             backbone(input_ids=context, past_key_values=cache, use_cache=True)
-        cache.fixed = self._recomputes
-        output = backbone(
+        cache.fixed = True
+        read = partial(
+            backbone,
             input_ids=ids,
             position_ids=probe_positions(visible, n),
             attention_mask=layer_masks(self.windows, lambda window: probe_mask(visible, n, n_keys, window)),
             past_key_values=cache,
             use_cache=True,
         )
-        return cast(Tensor, output.last_hidden_state)
+        states: list[Tensor] = []
+        if self.head.stream.layers:
+            with torch.no_grad(), self.without_lora():
+                inner = read(output_hidden_states=True).hidden_states
+            states += [inner[layer] for layer in self.head.stream.layers]
+        if self.head.stream.second:
+            states.append(read().last_hidden_state)
+        return torch.stack(states, dim=-2)
 
     @contextmanager
     def without_lora(self) -> Iterator[None]:
@@ -139,7 +150,6 @@ class StreamModel(TokenModel):
         transformers' own checkpointing drops the cache of the prompt, which the stream reads.
         """
         assert not (activation_checkpointing_kwargs or offload) and every_n_layers == 1  # `NOT_SUPPORTED`
-        self._recomputes = True
         for layer in decoder_layers(self.base):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -152,12 +162,16 @@ class StreamModel(TokenModel):
             logprobs={"head": asdict(head.config), **facts.logprobs},
             stream={"head": asdict(head.stream), **facts.stream},
         )
-        peft_config: dict[str, Any] = self.target.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+        peft_config: dict[str, Any] = {}
+        if isinstance(self.target, PeftModel):
+            peft_config = self.target.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
         learnt = frozenset(train_problems)
         return ValidityAdapter(config, head, None, peft_config, self.adapter_tensors(), learnt)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Return the LoRA's tensors by peft's names, on the CPU in `adapter_dtype`."""
+        """Return the LoRA's tensors by peft's names, on the CPU in `adapter_dtype`; none without a second stream."""
+        if not isinstance(self.target, PeftModel):
+            return {}
         state = get_peft_model_state_dict(self.target)
         return {name: tensor.detach().to("cpu", self.adapter_dtype).contiguous() for name, tensor in state.items()}
 

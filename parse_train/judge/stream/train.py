@@ -1,4 +1,4 @@
-"""Recipe `stream`: train a LoRA that reads the draft in a second stream of the target's pass.
+"""Recipe `stream`: train a correction of a judge on log-probabilities by hidden states of the target.
 
 `accelerate launch recipes/train.yaml`
 """
@@ -54,7 +54,7 @@ def main(config: StreamTrainingConfig) -> None:
     )
     build.check_target(target.model, config.data)
     facts = describe(config, build, target, reads, usual_drafts(config, train), counts)
-    settings = ("lora_rank", "lora_alpha", "stream_dropout")
+    settings = ("lora_rank", "lora_alpha", "hidden_layers", "stream_dropout")
     facts = replace(
         facts,
         stream={"start_from": config.start_from},
@@ -133,10 +133,12 @@ def build_model(
     config: StreamTrainingConfig, target: PreTrainedModel, trunk: LogprobHead, texts: TokenTexts
 ) -> StreamModel:
     """Add a LoRA and a correction, both initially zero, to the target and the trunk."""
-    size = text_config(target).hidden_size
+    sizes, n = text_config(target), config.hidden_layers
+    layers = tuple(sorted({round(i * sizes.num_hidden_layers / n) for i in range(1, n + 1)}))
+    head = StreamHeadConfig(sizes.hidden_size, config.stream_size, config.doubt_floor, layers, config.lora_rank > 0)
     return StreamModel(
         target,
-        StreamHead(trunk, StreamHeadConfig(size, config.stream_size, config.doubt_floor)),
+        StreamHead(trunk, head),
         texts,
         LoraOptions(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules),
         noise=config.noise,

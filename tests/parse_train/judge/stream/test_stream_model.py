@@ -37,12 +37,15 @@ MakeModel = Callable[..., PreTrainedModel]
 
 @pytest.fixture
 def stream_of(tokenizer: PreTrainedTokenizerFast) -> Callable[..., StreamModel]:
-    """`stream_of(target, learnt=True)`: the module around a target, with random LoRA and correction if `learnt`."""
+    """`stream_of(target, learnt=True, layers=(), second=True)`: the module around a target, with random LoRA and
+    correction if `learnt`."""
 
-    def make(target: PreTrainedModel, learnt: bool = True, **lora: Any) -> StreamModel:
+    def make(
+        target: PreTrainedModel, learnt: bool = True, layers: tuple[int, ...] = (), second: bool = True, **lora: Any
+    ) -> StreamModel:
         torch.manual_seed(1)
         trunk = LogprobHead(LogprobHeadConfig(k=3, width=8, text_size=4, buckets=64))
-        head = StreamHead(trunk, StreamHeadConfig(target.config.hidden_size, 8, floor=-30.0))
+        head = StreamHead(trunk, StreamHeadConfig(target.config.hidden_size, 8, -30.0, layers, second))
         model = StreamModel(target, head, TokenTexts(tokenizer, (258,), 64), LoraOptions(4, 8, **lora))
         if learnt:
             torch.nn.init.normal_(model.head.out.weight)
@@ -83,8 +86,12 @@ def gradients(model: StreamModel, batch: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradient_reaches_lora_and_correction_only(model: PreTrainedModel, stream_of: Any, batch: Any) -> None:
-    stream = stream_of(model)
+@pytest.mark.parametrize(("layers", "second"), [((), True), ((1, 2), False), ((0, 2), True)])
+def test_gradient_reaches_lora_and_correction_only(
+    model: PreTrainedModel, stream_of: Any, batch: Any, layers: tuple[int, ...], second: bool
+) -> None:
+    stream = stream_of(model, layers=layers, second=second)
+    assert any("lora_" in name for name, _ in stream.named_parameters()) == second
     found = gradients(stream.train(), batch)
     for name, parameter in stream.named_parameters():
         learns = "lora_" in name or (name.startswith("head.") and ".trunk." not in name)
@@ -94,7 +101,7 @@ def test_gradient_reaches_lora_and_correction_only(model: PreTrainedModel, strea
 
 def test_checkpointed_layers_change_no_gradient(model: PreTrainedModel, stream_of: Any, batch: Any) -> None:
     """The second run of a layer reads the same prompt, with the same LoRA and dropout, and keeps far less."""
-    stream, found, saved = stream_of(model, dropout=0.3).train(), [], [0, 0]
+    stream, found, saved = stream_of(model, dropout=0.3, layers=(1, 2)).train(), [], [0, 0]
     for recomputes in (0, 1):
         if recomputes:
             stream.activation_checkpointing_enable()
@@ -123,17 +130,21 @@ def test_padding_changes_nothing(model: PreTrainedModel, stream_of: Any, batch: 
 
 
 def test_the_prompt_is_read_without_the_lora(model: PreTrainedModel, stream_of: Any, batch: Any) -> None:
-    """The states of the second stream are those of one ordinary forward whose LoRA is on at the draft alone."""
+    """The states of the second stream are those of one ordinary forward whose LoRA is on at the draft alone, and
+    those of the layers are without it."""
     base = copy.deepcopy(model)
-    stream = stream_of(model).eval()
+    stream = stream_of(model, layers=(1, 2)).eval()
     with torch.no_grad():
         found = stream.states(batch["context"], batch["visible"], batch["ids"])
     exported = stream.exported(ValidityConfig({}, {}, {}))
     lora = StreamLoRA.from_peft(exported.peft_config, exported.tensors, base)
     for row, (n, m) in enumerate(zip((6, 3, 11), (9, 14, 5), strict=True)):
         tokens = torch.cat([batch["context"][row, :n], batch["ids"][row, :m]])[None]
-        with torch.no_grad(), lora.applied(m):
-            expected = base.base_model(tokens, use_cache=False).last_hidden_state[0, -m:]
+        with torch.no_grad():
+            expected = list(base.base_model(tokens, use_cache=False, output_hidden_states=True).hidden_states[1:3])
+            with lora.applied(m):
+                expected.append(base.base_model(tokens, use_cache=False).last_hidden_state)
+        expected = torch.cat(expected)[:, -m:].transpose(0, 1)
         torch.testing.assert_close(found[row, :m], expected, rtol=1e-4, atol=1e-4)
 
 

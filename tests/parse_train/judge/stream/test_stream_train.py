@@ -70,9 +70,13 @@ def batch(model, build, n: int = 8) -> dict[str, torch.Tensor]:
     return StreamCollator(model.render, 0)([LogprobExample.of(draft, 3) for draft in drafts])
 
 
+@pytest.mark.parametrize(("hidden_layers", "lora_rank"), [(0, 4), (2, 0), (2, 4)])
 @pytest.mark.slow
-def test_the_recipe_trains_a_judge_that_scores_as_in_training(build, tokenizer, tmp_path, capsys):
-    options = [*OPTIONS, "--max_steps", "6", "--learning_rate", "1e-2"]
+def test_the_recipe_trains_a_judge_that_scores_as_in_training(
+    build, tokenizer, tmp_path, capsys, hidden_layers, lora_rank
+):
+    reads = ["--hidden_layers", str(hidden_layers), "--lora_rank", str(lora_rank)]
+    options = [*OPTIONS, *reads, "--max_steps", "6", "--learning_rate", "1e-2"]
     assert main([recipe(build, tmp_path / "out"), *options]) == 0, capsys.readouterr().err
     loaded = load_language_model(build / "target", role="target", dtype="float32")
     judge = ValidityAdapter.from_pretrained(tmp_path / "out" / "adapter", loaded.model)
@@ -81,7 +85,9 @@ def test_the_recipe_trains_a_judge_that_scores_as_in_training(build, tokenizer, 
         assert torch.equal(weight, judge.head.trunk.state_dict()[name]), name
     assert judge.config.stream["start_from"] == str(build / "first" / "adapter")
     assert judge.train_problems >= first.train_problems and judge.config.threshold is not None
-    assert any(tensor.abs().max() > 0 for name, tensor in judge.tensors.items() if "lora_B" in name)
+    learnt = [tensor for name, tensor in judge.tensors.items() if "lora_B" in name]
+    assert any(tensor.abs().max() > 0 for tensor in learnt) == (lora_rank > 0)
+    assert len(judge.head.stream.layers) == hidden_layers and judge.head.out.weight.abs().max() > 0
 
     base = load_language_model(build / "target", role="target", dtype="float32", trainable=True)
     texts = TokenTexts(tokenizer, loaded.eos_ids, judge.head.config.buckets)
@@ -189,7 +195,8 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
     [
         (["--start_from", ""], "the recipe needs the key start_from: an adapter on log-probabilities"),
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
-        (["--lora_rank", "0"], "lora_rank is 0; it must be at least 1"),
+        (["--lora_rank", "-1"], "lora_rank is -1; it must be at least 0"),
+        (["--lora_rank", "0"], "lora_rank and hidden_layers are 0, so nothing would be corrected: set one of them"),
         (["--stream_dropout", "1"], "stream_dropout is 1.0; it must be at least 0 and below 1"),
         (["--min_wrong_drafts", "99"], "drafts with an error, fewer than min_wrong_drafts 99: build more"),
         (["--lora_target_modules", "qproj"], "qproj"),
