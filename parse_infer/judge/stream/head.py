@@ -13,6 +13,7 @@ dropped after the pass. The layout is that of one probe whose tokens are the dra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,11 @@ class StreamHeadConfig:
     hidden_size: int
     size: int = 64
     floor: float = -5.0
-    layers: tuple[int, ...] = ()
+    layers: Sequence[int] = ()
     second: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        object.__setattr__(self, "layers", list(self.layers))  # as in JSON
 
     @property
     def states(self) -> int:

@@ -46,7 +46,8 @@ class StreamTrainingConfig(LogprobTrainingConfig):
         },
     )
     min_wrong_drafts: int = field(
-        default=200, metadata={"help": "Refuse to train on fewer drafts with an error: the correction would learn them."}
+        default=200,
+        metadata={"help": "Refuse to train on fewer drafts with an error: the correction would learn them."},
     )
     stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
     stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
