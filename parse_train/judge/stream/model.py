@@ -73,7 +73,8 @@ class StreamModel(TokenModel):
     @property
     def base(self) -> PreTrainedModel:
         """The target without peft's wrapper."""
-        return cast(PreTrainedModel, self.target.get_base_model() if self.head.stream.second else self.target)
+        target = self.target
+        return cast(PreTrainedModel, target.get_base_model() if isinstance(target, PeftModel) else target)
 
     def train(self, mode: bool = True) -> StreamModel:
         """Set training mode for the correction and LoRA dropout only."""

@@ -61,7 +61,7 @@ def test_saved_equals_loaded(target, random_adapter, random_ids, tmp_path):
     for one in (adapter, loaded):
         with torch.no_grad(), one.lora.applied(2):
             states = target.base_model(tokens).last_hidden_state
-        corrected.append(one.head.correct(torch.zeros(1, 8), torch.zeros(1, 8, 8), states, tokens >= 0))
+        corrected.append(one.head.correct(torch.zeros(1, 8), torch.zeros(1, 8, 8), states[..., None, :], tokens >= 0))
     assert torch.equal(*corrected) and corrected[0].abs().max() > 0.1
     assert not any(p.requires_grad for p in loaded.head.parameters())
     card = (folder / CARD).read_text()
