@@ -91,7 +91,7 @@ data: {folder}/build
 output_dir: {folder}/out
 calibration_problems: 0
 min_wrong_drafts: 1
-doubt_floor: -20
+sure_share: 0
 noise: 0  # random numbers would differ between one process and two
 certain_share: 0
 stream_dropout: 0

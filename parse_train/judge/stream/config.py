@@ -51,11 +51,12 @@ class StreamTrainingConfig(LogprobTrainingConfig):
     )
     stream_size: int = field(default=64, metadata={"help": "Inner size of the correction."})
     stream_dropout: float = field(default=0.1, metadata={"help": "Dropout of the correction's inner layer."})
-    doubt_floor: float = field(
-        default=-5.0,
+    sure_share: float = field(
+        default=0.01,
         metadata={
-            "help": "Log of the odds of an error below which a token is not corrected. A block without other tokens "
-            "needs no second stream."
+            "help": "Tokens are corrected in a band of the first judge's doubt, which training chooses: this share of "
+            "the wrong held-out drafts has no token of more doubt than its floor, and this share of the right ones "
+            "has a token of more doubt than its ceiling. 0: all tokens but the target's first choices."
         },
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the second stream's LoRA; 0: no second stream."})
@@ -89,6 +90,8 @@ class StreamTrainingConfig(LogprobTrainingConfig):
         for key in ("lora_rank", "hidden_layers"):
             if getattr(self, key) < 0:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
+        if not 0 <= self.sure_share < 0.5:
+            raise ParseError(f"sure_share is {self.sure_share}; it must be at least 0 and below 0.5")
         if not (self.lora_rank or self.hidden_layers):
             raise ParseError(
                 "lora_rank and hidden_layers are 0, so nothing would be corrected: set one of them, or train "

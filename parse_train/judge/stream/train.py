@@ -16,15 +16,17 @@ from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.judge.logprob_head import LogprobHead
-from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
+from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig, in_band
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.architecture import text_config
 from parse_infer.models.loading import load_language_model
 from parse_infer.models.names import resolve
 from parse_train import checkpoints, training_run
+from parse_train.judge.data import ValidityDataset
 from parse_train.judge.logprob.config import LogprobTrainingConfig
-from parse_train.judge.logprob.data import load_datasets
+from parse_train.judge.logprob.data import LogprobCollator, load_datasets
+from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
 from parse_train.judge.request_risk import calibrate_requests
 from parse_train.judge.stream.config import StreamTrainingConfig
@@ -34,6 +36,8 @@ from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.trainer import ValidityTrainer
 from parse_train.judge.training import begin, finish, served_drafts
 from parse_train.recipe import load_recipe
+
+_AT_ONCE = 64  # drafts
 
 
 def main(config: StreamTrainingConfig) -> None:
@@ -61,7 +65,11 @@ def main(config: StreamTrainingConfig) -> None:
         provenance=facts.provenance | {name: getattr(config, name) for name in settings},
     )
     texts = TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets)
-    model = build_model(config, target.model, trunk, texts)
+    band, read = choose_band(trunk, evaluation, texts, config.sure_share)
+    if config.process_index == 0:
+        print(f"{read:.0%} of the held-out drafts have a token whose doubt may be corrected")
+    facts.provenance["corrected_drafts"] = round(read, 4)
+    model = build_model(config, target.model, trunk, texts, band)
     models = build.target["name"], build.draft.get("name")
     start = begin(config, models, train, counts)
     collator = StreamCollator(target.render, target.tokenizer.pad_token_id or 0)
@@ -129,13 +137,40 @@ def _words(value: object) -> list[str]:
     return [str(each) for each in value] if isinstance(value, list) else [str(value)]
 
 
+@torch.no_grad()
+def choose_band(
+    trunk: LogprobHead, drafts: ValidityDataset, texts: TokenTexts, share: float
+) -> tuple[tuple[float, float | None], float]:
+    """Return floor and ceiling of the doubt in which tokens are corrected (`StreamTrainingConfig.sure_share`), and the
+    share of the drafts with such a token."""
+    reader, collate, doubts = LogprobModel(trunk, texts).eval(), LogprobCollator(), []
+    for start in range(0, len(drafts), _AT_ONCE):
+        part = collate(drafts.examples[start : start + _AT_ONCE])
+        features = reader.features(part["own"], part["top"], part["ids"], part["first"])
+        doubt, _ = trunk(features, part["ids"], part["first"], texts)
+        doubts += doubt.masked_fill(part["ids"] == part["first"], NO_DOUBT)  # as in padding
+    most = torch.stack([doubt.max() for doubt in doubts])
+    right = torch.tensor([all(example.labels) for example in drafts.examples])
+    floor, ceiling = NO_DOUBT, None
+    if share and right.any() and not right.all():
+        floor = float(most[~right].quantile(share))
+        ceiling = max(float(most[right].quantile(1 - share)), floor + 1)  # where the judge is never wrong
+    inside = [bool(in_band(doubt, floor, ceiling).any()) for doubt in doubts]
+    return (floor, ceiling), sum(inside) / len(inside)
+
+
 def build_model(
-    config: StreamTrainingConfig, target: PreTrainedModel, trunk: LogprobHead, texts: TokenTexts
+    config: StreamTrainingConfig,
+    target: PreTrainedModel,
+    trunk: LogprobHead,
+    texts: TokenTexts,
+    band: tuple[float, float | None] = (NO_DOUBT, None),
 ) -> StreamModel:
     """Add a LoRA and a correction, both initially zero, to the target and the trunk."""
     sizes, n = text_config(target), config.hidden_layers
     layers = tuple(sorted({round(i * sizes.num_hidden_layers / n) for i in range(1, n + 1)}))
-    head = StreamHeadConfig(sizes.hidden_size, config.stream_size, config.doubt_floor, layers, config.lora_rank > 0)
+    floor, ceiling = band
+    head = StreamHeadConfig(sizes.hidden_size, config.stream_size, floor, layers, config.lora_rank > 0, ceiling)
     return StreamModel(
         target,
         StreamHead(trunk, head),

@@ -12,7 +12,7 @@ import torch
 from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
 from parse_infer.judge.adapter import ValidityAdapter, describe_target
-from parse_infer.judge.logprob_head import LogprobHead, LogprobHeadConfig
+from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead, LogprobHeadConfig
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.judge.verifier import Verifier
@@ -20,12 +20,13 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import load_language_model
 from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_train.__main__ import main
+from parse_train.judge.data import ValidityDataset
 from parse_train.judge.logprob.data import LogprobExample
 from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
-from parse_train.judge.stream.train import build_model
+from parse_train.judge.stream.train import build_model, choose_band
 from parse_train.outlines import PROMPT_TOKENS
 from parse_train.recipe import load_recipe
 from parse_train.training_plan import load_config_of, plan_training
@@ -57,7 +58,7 @@ def recipe(folder: Path, out: Path, kind: str = "stream", **keys: Any) -> str:
         lines = {
             "start_from": folder / "first" / "adapter",
             "lora_rank": 4,
-            "doubt_floor": -20,
+            "sure_share": 0,
             "min_wrong_drafts": 1,
         } | lines
     path = out.with_suffix(".yaml")
@@ -195,6 +196,7 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
     [
         (["--start_from", ""], "the recipe needs the key start_from: an adapter on log-probabilities"),
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
+        (["--sure_share", "0.5"], "sure_share is 0.5; it must be at least 0 and below 0.5"),
         (["--lora_rank", "-1"], "lora_rank is -1; it must be at least 0"),
         (["--lora_rank", "0"], "lora_rank and hidden_layers are 0, so nothing would be corrected: set one of them"),
         (["--stream_dropout", "1"], "stream_dropout is 1.0; it must be at least 0 and below 1"),
@@ -266,3 +268,22 @@ def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(build, make_model, t
     loss = logits[inputs["labels"] >= 0].float().mean()
     loss.backward()
     assert torch.isfinite(loss)
+
+
+def test_the_band_leaves_out_the_surest_drafts(build, tokenizer):
+    """As few of the wrong drafts below its floor, and of the right ones above its ceiling, as the share says."""
+    trunk, texts = LogprobHead(LogprobHeadConfig(k=3, width=8, buckets=64)), TokenTexts(tokenizer, (), 64)
+    drafts = ValidityDataset([LogprobExample.of(draft, 3) for draft in read_drafts(build / "build")])
+    most = []
+    for example in drafts.examples:
+        read = example.logprobs
+        with torch.no_grad():
+            each, _ = trunk(read.features[None], read.ids[None], read.top_ids[None, :, 0], texts)
+        most.append(float(each[0].masked_fill(read.is_greedy_choice, NO_DOUBT).max()))
+    right = [all(example.labels) for example in drafts.examples]
+    (floor, ceiling), share = choose_band(trunk, drafts, texts, 0.25)
+    below = [doubt <= floor for doubt, is_right in zip(most, right, strict=True) if not is_right]
+    above = [doubt >= ceiling for doubt, is_right in zip(most, right, strict=True) if is_right]
+    assert 0.1 < sum(below) / len(below) < 0.4 and (sum(above) / len(above) < 0.4 or ceiling == floor + 1)
+    assert 0 < share < choose_band(trunk, drafts, texts, 0)[1] <= 1
+    assert choose_band(trunk, drafts, texts, 0)[0] == (NO_DOUBT, None)
