@@ -210,6 +210,26 @@ def test_a_whole_draft_that_its_budget_cuts_off_is_wrong_unless_it_has_answered(
     assert all(not row["labels"] for row in rows_of(prefixes.output_dir) if not row["finished"]), "rollouts decide"
 
 
+def test_the_targets_chance_is_measured_without_dropping_unsolved_problems(make_config: Make) -> None:
+    options = {"prefix_labels": False, "rollout_temperature": 1.0, "limit": 10}
+    build(plain := make_config("a", **options))
+    build(config := make_config("b", **options, target_chance=True, max_rollouts=4))
+    assert plain.asks_target is False and "target_chance" not in plain.identity()
+    rows = rows_of(config.output_dir)
+    assert [row | {"target_value": None, "n_rollouts": 0} for row in rows] == [
+        row | {"n_rollouts": 0} for row in rows_of(plain.output_dir)
+    ]
+    chances = {row["problem_id"]: row["target_value"] for row in rows if row["target_value"] is not None}
+    assert 0.0 in chances.values() and any(0 < chance < 1 for chance in chances.values())
+
+
+def test_code_drafts_weigh_by_the_targets_chance() -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / "qwen-coder" / "data-code.yaml"
+    (config,) = parse_recipe(recipe, [], [BuildConfig], "parse-data build")
+    assert config.asks_target and not config.drop_unsolved and not config.prefix_labels
+    assert config.max_rollouts == 8 and not config.rollout_sampling.greedy
+
+
 def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:
     with pytest.raises(ParseError, match="exhaustive is true, but prefix_labels is false"):
         make_config(prefix_labels=False, exhaustive=True)
