@@ -11,17 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.labels.logprobs import ReadDraft
+from data_tools.labels.backends import LocalWriter
+from data_tools.labels.logprobs import ReadDraft, add_logprobs
 from data_tools.labels.rows import LabelledDraft
 from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.cli.entry_point import run_app
 from parse_infer.errors import ParseError
 from parse_infer.judge.rules.min_p import MinP
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.decoder import Decoder
+from parse_infer.models.fingerprint import describe_target
+from parse_infer.models.loading import load_language_model
 from parse_infer.text.cuts import Segmenter
+from tests.wandb_runs import offline_runs
 from tools.doc_tables import table as doc_table
 from tools.judge_ladder import (
+    app,
     check_drafts,
     check_unseen,
     read_rungs,
@@ -202,6 +208,43 @@ def test_too_few_drafts_are_counted(rows):
     with pytest.raises(ParseError, match=r"data/held-out has 4 wrong and 6 right drafts, but .* at least 20 of each"):
         check_drafts(rows[:10], "data/held-out")
     assert few_errors(500) is None
+
+
+@pytest.mark.slow
+def test_the_command_writes_and_tracks_its_result(
+    make_model, tokenizer, random_adapter, random_ids, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staging"))
+    target, data, out = tmp_path / "target", tmp_path / "held-out", tmp_path / "ladder.json"
+    make_model("llama_gqa").save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    lm = load_language_model(target, role="target", dtype="float32")
+    random_adapter(lm.model).save_pretrained(tmp_path / "one")
+    random_adapter(lm.model, stream=True).save_pretrained(tmp_path / "two")
+    (data / "data").mkdir(parents=True)
+    with (data / "data" / "train-000000-000060.jsonl").open("w") as file:
+        for i in range(60):
+            whole = {"prompt": f"{i}?", "completions": ["x"], "labels": [i % 3 > 0], "problem_id": f"p{i}"}
+            file.write(json.dumps(whole | {"draft_ids": random_ids(6, seed=i), "cuts": [6]}) + "\n")
+    facts = {"config": {"target": str(target)}, "models": {"target": describe_target(lm.model)}}
+    (data / "build.json").write_text(json.dumps(facts))
+    add_logprobs(data, lambda: LocalWriter(lm, 5), 5)
+    rungs = ["--rung", f"head={tmp_path / 'one'}", "--rung", f"stream={tmp_path / 'two'}"]
+    command = [str(data), *rungs, "--out", str(out), "--resamples", "5", "--dtype", "float32"]
+    assert run_app(app, "ladder", [*command, "--report-to", "wandb"]) == 0, capsys.readouterr().err
+    result = json.loads(out.read_text())
+    assert list(result["rungs"]) == ["head", "stream", "lowest log-probability", "min-p", "accept-threshold", "fly"]
+    assert result["warning"] == "20 wrong drafts, fewer than 500" and result["best_rule"] in result["rungs"]
+    assert result["rungs"]["head"]["over_read"] > 0 and "over_read" not in result["rungs"]["fly"]
+    [(_, records)] = offline_runs(out.with_suffix(""))
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert run.job_type == "bench" and "ladder" in run.tags and "target" in run.run_group
+    [logged] = out.with_suffix("").glob("wandb/offline-run-*/files/media/table/ladder*.json")
+    assert [cells[0] for cells in json.loads(logged.read_text())["data"]] == list(result["rungs"])
+    assert run_app(app, "ladder", [*command, "--report-to", "wand"]) == 2
+    assert "--report-to is 'wand'; choose one of none, wandb" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["stream", "=runs/a", "stream="])
