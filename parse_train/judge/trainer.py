@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, softplus
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import EvalPrediction, Trainer
 
@@ -22,41 +21,6 @@ from parse_train.training_config import IGNORED
 if TYPE_CHECKING:
     from parse_train.judge.logprob.model import LogprobModel
     from parse_train.judge.stream.model import StreamModel
-
-
-OF_LOSS = ("labels", "targets", "weights", "problem")
-"""Columns of a batch that the model does not read."""
-
-
-def ranking_loss(logits: Tensor, right: Tensor, problem: Tensor) -> Tensor:
-    """Return the mean of log(1 + exp(wrong - right)) over all pairs of a right and a wrong draft of one problem.
-
-    Args:
-        logits: float32 [B], of whole drafts.
-        right: bool [B].
-        problem: int64 [B].
-    """
-    pairs = (problem[:, None] == problem) & right[:, None] & ~right
-    return softplus(logits - logits[:, None])[pairs].sum() / pairs.sum().clamp_min(1)
-
-
-class ProblemSampler(Sampler[int]):
-    """Random order of problems, each with all its drafts; a function of seed and epoch alone."""
-
-    def __init__(self, problems: Sequence[str], seed: int, epoch: Callable[[], int]) -> None:
-        self.seed, self.epoch = seed, epoch
-        of: dict[str, list[int]] = {}
-        for i, problem in enumerate(problems):
-            of.setdefault(problem, []).append(i)
-        self.groups = list(of.values())
-
-    def __len__(self) -> int:
-        return sum(map(len, self.groups))
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch())
-        for i in torch.randperm(len(self.groups), generator=generator).tolist():
-            yield from self.groups[i]
 
 
 class ValidityTrainer(Trainer):
@@ -88,15 +52,10 @@ class ValidityTrainer(Trainer):
         self.last_evaluation: ScoredDrafts | None = None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        if getattr(self.args, "ranking", 0):
-            return ProblemSampler([example.problem for example in dataset.examples], self.args.seed, self._epoch)
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochLengthSampler.of(self, dataset.lengths)
-
-    def _epoch(self) -> int:
-        return int(self.state.epoch or 0)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         return SequentialSampler(eval_dataset)  # sorted by length already
@@ -111,22 +70,18 @@ class ValidityTrainer(Trainer):
         """Compute the mean cross-entropy per cut, weighted by confidence.
 
         `num_items_in_batch` is the number of cuts in the optimiser step."""
-        outputs = model(**{name: value for name, value in inputs.items() if name not in OF_LOSS})
-        labels, logits = inputs["labels"], outputs["logits"].float()
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "weights")})
+        labels = inputs["labels"]
         real = labels != IGNORED
+        valid = labels == 1
         weight = inputs["weights"].float()  # 0 in padding
-        loss = binary_cross_entropy_with_logits(logits, inputs["targets"].float(), weight, reduction="sum")
+        loss = binary_cross_entropy_with_logits(outputs["logits"].float(), valid.float(), weight, reduction="sum")
         if num_items_in_batch is None:
             loss = loss / real.sum()
         else:
             loss = loss / num_items_in_batch
             if self.args.average_tokens_across_devices:
                 loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
-        if ranking := getattr(self.args, "ranking", 0.0):
-            steps = 1 if num_items_in_batch is None else self.args.gradient_accumulation_steps
-            last = real.sum(-1, keepdim=True) - 1
-            right = labels.gather(-1, last)[:, 0] == 1
-            loss = loss + ranking / steps * ranking_loss(logits.gather(-1, last)[:, 0], right, inputs["problem"])
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(

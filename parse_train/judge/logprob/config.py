@@ -59,20 +59,6 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
             "like the tokens that it writes itself in an answer."
         },
     )
-    soft_labels: bool = field(
-        default=False,
-        metadata={
-            "help": "Train on the share of the target's chance that a prefix keeps, as rollouts measured it, or on "
-            "the label's confidence, instead of labels of yes and no weighted by confidence."
-        },
-    )
-    ranking: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of a term that ranks the right drafts of a problem above its wrong ones; above 0 a batch "
-            "holds whole problems."
-        },
-    )
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate (AdamW)."})
     num_train_epochs: float = field(default=8.0, metadata={"help": "Passes over the training drafts."})
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Drafts per process and step."})
@@ -83,7 +69,7 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         for key in ("k", "width", "buckets"):
             if getattr(self, key) < 1:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
-        for key in ("text_size", "noise", "certain_share", "ranking"):
+        for key in ("text_size", "noise", "certain_share"):
             if getattr(self, key) < 0:
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
         if self.activation_checkpointing:

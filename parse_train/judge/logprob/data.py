@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from data_tools.labels.logprobs import ReadDraft, read_drafts
-from data_tools.labels.rows import LabelledDraft
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
 from parse_infer.judge.token_logprobs import TokenLogprobs
@@ -24,14 +23,13 @@ from parse_train.training_config import IGNORED
 class LogprobExample:
     """One labelled draft.
 
-    `cuts` are token offsets in the draft; `targets` are chances from 0 to 1 to train on, and `weights` loss weights
-    from 0 to 1. `problem` identifies the problem.
+    `cuts` are token offsets in the draft; `weights` are loss weights from 0 to 1.
+    `problem` identifies the problem.
     """
 
     logprobs: TokenLogprobs
     cuts: list[int]
     labels: list[bool]
-    targets: list[float]
     weights: list[float]
     temperature: float | None
     prompt: Prompt
@@ -47,34 +45,15 @@ class LogprobExample:
         return self.logprobs.ids.tolist()
 
     @classmethod
-    def of(cls, draft: ReadDraft, k: int, soft: bool = False) -> LogprobExample:
-        """Convert a draft.
-
-        Args:
-            k: number of first choices to keep.
-            soft: see `LogprobTrainingConfig.soft_labels`.
-        """
+    def of(cls, draft: ReadDraft, k: int) -> LogprobExample:
         row, stored = draft.row, draft.logprobs
         logprobs = TokenLogprobs(stored.ids, stored.own, stored.top_ids[:, :1].clone(), stored.top[:, :k].clone())
         # An error costs what the target would have got right: nothing, where it fails alone.
         cost = 1.0 if row.target_value is None else row.target_value
-        targets, weights = [float(label) for label in row.labels], [2 * share - 1 for share in row.confidence]
-        if soft:
-            targets, weights = soft_targets(row), [1.0] * len(row.labels)
-        weights = [w * (1.0 if label else cost) for w, label in zip(weights, row.labels, strict=True)]
-        facts = row.temperature, row.prompt, row.problem, row.domain
-        return cls(logprobs, row.cuts, row.labels, targets, weights, *facts)
-
-
-def soft_targets(row: LabelledDraft) -> list[float]:
-    """Return for each prefix the share of the target's chance that its rollouts kept, at most 1; without rollouts the
-    probability that it is valid."""
-    return [
-        min(1.0, value / row.target_value)
-        if value is not None and row.target_value
-        else (share if label else 1 - share)
-        for value, share, label in zip(row.values, row.confidence, row.labels, strict=True)
-    ]
+        weights = [
+            (2 * share - 1) * (1.0 if label else cost) for share, label in zip(row.confidence, row.labels, strict=True)
+        ]
+        return cls(logprobs, row.cuts, row.labels, weights, row.temperature, row.prompt, row.problem, row.domain)
 
 
 def load_datasets(
@@ -110,8 +89,8 @@ def load_datasets(
         if len(eval_rows) < before and config.process_index == 0:
             print(f"note: start_from has learnt the problems of {before - len(eval_rows)} held-out drafts: left out")
     train, evaluation = (
-        [LogprobExample.of(drafts[id(row)], k, soft) for row in some if len(row.draft_ids) <= config.max_length]
-        for some, soft in ((train_rows, config.soft_labels), (eval_rows, False))
+        [LogprobExample.of(drafts[id(row)], k) for row in some if len(row.draft_ids) <= config.max_length]
+        for some in (train_rows, eval_rows)
     )
     for name, examples in (("for training", train), ("for evaluation", evaluation)):
         if not examples:
@@ -140,9 +119,7 @@ class LogprobCollator:
 
     own, top, ids, first, cuts: as `LogprobModel.forward` takes them
     labels   int64 [B, K]      1 valid, 0 invalid, -100 padding
-    targets  float32 [B, K]    chance to train on, 0 for padding
     weights  float32 [B, K]    weight of each label in the loss, 0 for padding
-    problem  int64 [B]         equal for drafts of one problem
     """
 
     def __call__(self, examples: Sequence[LogprobExample]) -> dict[str, Tensor]:
@@ -150,14 +127,11 @@ class LogprobCollator:
         own, top = torch.zeros(size, longest), torch.zeros(size, longest, examples[0].logprobs.top.shape[-1])
         ids, first = (torch.zeros(size, longest, dtype=torch.long) for _ in range(2))
         cuts, labels = (torch.full((size, max_cuts), IGNORED) for _ in range(2))
-        targets, weights = (torch.zeros(size, max_cuts) for _ in range(2))
-        names = [example.problem for example in examples]
+        weights = torch.zeros(size, max_cuts)
         for i, example in enumerate(examples):
             n, k, read = example.length, len(example.cuts), example.logprobs
             own[i, :n], top[i, :n], ids[i, :n], first[i, :n] = read.own, read.top, read.ids, read.top_ids[:, 0]
             cuts[i, :k], weights[i, :k] = torch.tensor(example.cuts), torch.tensor(example.weights)
             labels[i, :k] = torch.tensor(example.labels, dtype=torch.long)
-            targets[i, :k] = torch.tensor(example.targets)
         arrays = {"own": own, "top": top, "ids": ids, "first": first, "cuts": cuts}
-        problem = torch.tensor([names.index(name) for name in names])
-        return arrays | {"labels": labels, "targets": targets, "weights": weights, "problem": problem}
+        return arrays | {"labels": labels, "weights": weights}

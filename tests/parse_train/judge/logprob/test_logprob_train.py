@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from parse_train.__main__ import main
 from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.data import LogprobCollator, LogprobExample, load_datasets
 from parse_train.judge.logprob.model import LogprobModel
-from parse_train.judge.trainer import ProblemSampler, ranking_loss
 
 OPTIONS = [
     "--max_steps",
@@ -352,25 +350,6 @@ def test_a_label_weighs_by_its_distance_from_chance(build):
     assert LogprobExample.of(draft, 3).weights == [1.0] * 3
     doubtful = replace(draft, row=replace(draft.row, confidence=[1.0, 0.95, 0.5]))
     assert LogprobExample.of(doubtful, 3).weights == pytest.approx([1.0, 0.9, 0.0])
-
-
-def test_soft_labels_are_the_shares_of_the_targets_chance(build):
-    draft = next(draft for draft in read_drafts(build / "build") if len(draft.row.labels) == 3)
-    assert LogprobExample.of(draft, 3).targets == [float(label) for label in draft.row.labels]
-    measured = replace(draft, row=replace(draft.row, target_value=0.5, values=[0.6, 0.2, None], confidence=[0.9] * 3))
-    example = LogprobExample.of(measured, 3, soft=True)
-    assert example.targets == pytest.approx([1.0, 0.4, 0.9 if draft.row.labels[2] else 0.1])
-    assert example.weights == pytest.approx([1.0 if label else 0.5 for label in draft.row.labels])
-
-
-def test_ranking_compares_drafts_of_one_problem():
-    """Of three drafts of a problem one is right; the draft of another problem is in no pair."""
-    logits, right = torch.tensor([1.0, 0.0, 3.0, -9.0]), torch.tensor([True, False, False, False])
-    loss = ranking_loss(logits, right, torch.tensor([0, 0, 0, 3]))
-    assert loss == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(2))) / 2)
-    assert ranking_loss(logits[2:], right[2:], torch.tensor([0, 1])) == 0
-    sampler = ProblemSampler(["a", "b", "a", "c"], 0, lambda: 0)
-    assert sorted(sampler) == [0, 1, 2, 3] and abs([*sampler].index(0) - [*sampler].index(2)) == 1
 
 
 def test_a_problem_weighs_as_much_as_another_and_an_error_what_it_costs(build, tmp_path):
