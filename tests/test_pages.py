@@ -36,7 +36,7 @@ LESS = {
     "parse-infer calibrate": "--limit 46 --risk 0.05 --block-tokens whole --loss disagreement --temperature 0 "
     "--samples 1 --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
-    "parse-data build": "--limit 8 --problems_per_group 8 --max_draft_tokens 128",
+    "parse-data build": "--limit 24 --problems_per_group 8 --max_draft_tokens 128",
     "stream": "--max_steps 1 --min_wrong_drafts 1 --calibration_problems 0 --report_to none --use_cpu true",
     "logprob": "--max_steps 1 --report_to none --use_cpu true",
     "eagle": "--max_steps 1 --n_problems 4 --n_eval_problems 2 --report_to none --use_cpu true",

@@ -14,7 +14,7 @@ For a benchmark with several clients (`parse-infer bench --backend vllm`):
 
 For a comparison of judges (`tools.judge_ladder`):
 
-- ladder: one row per rung, and the differences to the first.
+- ladder: one row per rung, and the differences to the first; a second table has the decisions at strict thresholds.
 
 For a comparison of rules (`tools.comparison`):
 
@@ -49,6 +49,7 @@ from parse_infer.evaluation.tables import (
 from parse_infer.files import read_json
 from parse_infer.suggest import suggestion
 from tools.comparison_results import machines_of, markdown, markdown_of_points
+from tools.ladder_figures import few_errors
 from tools.promise_figure import block_tokens
 
 _ABOUT = {
@@ -95,8 +96,11 @@ _LADDER = {
     "ap_error": "AP of errors, prefixes",
     "auroc_draft": "AUROC, drafts",
     "ap_error_draft": "AP of errors, drafts",
-    "rejected_at_0.02": "right tokens rejected at 2 % missed errors, %",
-    "rejected_at_0.05": "at 5 %, %",
+}
+_DECISIONS = {
+    "behind_at": "right tokens behind a rejection, %, at {} % missed errors",
+    "corrections_at": "corrections per 100 right tokens, at {} % missed errors",
+    "kept_at_lost": "draft tokens kept, %, at {} % of requests lost",
 }
 
 
@@ -119,7 +123,7 @@ def table(paths: Sequence[Path], kind: str) -> list[str]:
         return [*_clients(results["cells"]), "", _origin_of_clients(results["about"])]
     if kind == "ladder":
         results = read_results(path, needed=("environment", "rungs", "wrong_drafts", "auroc_of_length"))
-        return [*_ladder(results["rungs"]), "", _origin_of_ladder(results)]
+        return [*_ladder(results), "", _origin_of_ladder(results)]
     if kind in ("rules", "points"):
         results = read_results(path, needed=("environment", "rules"))
         shown = markdown(results) if kind == "rules" else markdown_of_points(results)
@@ -263,23 +267,47 @@ def _origin_of_splits(environment: dict[str, Any]) -> str:
     )
 
 
-def _ladder(rungs: dict[str, dict[str, Any]]) -> list[str]:
-    cells = []
-    for i, (name, rung) in enumerate(rungs.items()):
-        row = [f"{name} ({rung['seeds']} seeds)" if rung["seeds"] > 1 else name]
-        for figure in _LADDER:
-            percent, (apart, low, high) = figure.startswith("rejected"), rung["to_first"][figure]
-            scale, digits = (100, 1) if percent else (1, 3)
-            below = f"<br>{scale * apart:+.{digits}f} [{scale * low:+.{digits}f}, {scale * high:+.{digits}f}]"
-            row.append(f"{scale * rung[figure]:.{digits}f}" + (below if i else ""))
-        cells.append(row)
-    return markdown_table(("judge", *_LADDER.values()), cells)
+def _ladder(results: dict[str, Any]) -> list[str]:
+    """Render ranking and decisions. Files of earlier versions have only a part of the figures."""
+    rungs = results["rungs"]
+    first = next(iter(rungs.values()))
+    names = [f"{name} ({rung['seeds']} seeds)" if rung["seeds"] > 1 else name for name, rung in rungs.items()]
+
+    def rows(figures: Sequence[str], scale: int, digits: int) -> list[list[str]]:
+        cells = []
+        for i, (name, rung) in enumerate(zip(names, rungs.values(), strict=True)):
+            row = [name]
+            for figure in figures:
+                apart, low, high = (scale * each for each in rung["to_first"][figure])
+                below = f"<br>{apart:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+                row.append(f"{scale * rung[figure]:.{digits}f}" + (below if i else ""))
+            cells.append(row)
+        return cells
+
+    ranking, heading = rows([*_LADDER], 1, 3), ["judge", *_LADDER.values()]
+    if "over_read" in first:
+        heading += ["seconds per 100 tokens", "over a read alone"]
+        costs = ("seconds_per_100_tokens", "over_read")
+        for row, rung in zip(ranking, rungs.values(), strict=True):
+            row += [format_number(rung.get(costs[0]), 3), format_times(rung[costs[1]]) if costs[1] in rung else ""]
+    lines = markdown_table(heading, ranking)
+    for kind, title in _DECISIONS.items():
+        figures = [figure for figure in first if figure.startswith(kind)]
+        if figures:
+            shares = [f"{100 * float(figure.rpartition('_')[2]):g}" for figure in figures]
+            heading = ["judge", title.format(shares[0]), *(f"at {share} %" for share in shares[1:])]
+            lines += ["", *markdown_table(heading, rows(figures, 1 if kind == "corrections_at" else 100, 1))]
+    return lines
 
 
 def _origin_of_ladder(results: dict[str, Any]) -> str:
+    notes = [few_errors(results["wrong_drafts"])]
+    if "best_rule" in results:
+        notes.append(f"best rule, by the tokens kept at 2 % of requests lost: {results['best_rule']}")
     return (
         f"{results['drafts']:,} held-out drafts of {results['problems']:,} problems, {results['wrong_drafts']:,} with "
-        f"an error; the length alone has an AUROC of {results['auroc_of_length']:.2f}. Below each figure: its "
+        f"an error; the length alone has an AUROC of {results['auroc_of_length']:.2f}. "
+        f"{''.join(f'{note[0].upper()}{note[1:]}. ' for note in notes if note)}Below each figure: its "
         f"difference to the first row. {_measured(results['environment'])}"
     )
 

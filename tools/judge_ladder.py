@@ -4,54 +4,59 @@
 --rung stream=runs/b0/adapter,runs/b1/adapter --out runs/ladder.json`
 
 Each figure is the mean over a rung's seeds. The differences to the first rung have 95 % intervals, by one paired
-bootstrap over problems. Two rules without training stand below the rungs. Scores are kept beside the result, so an
-interrupted comparison goes on where it stopped. `python -m tools.render_docs` renders the JSON file as the table
-`ladder`.
+bootstrap over problems (`tools.ladder_figures`). The rules without training stand below the rungs. Scores are kept
+beside the result, so an interrupted comparison goes on where it stopped. `python -m tools.render_docs` renders the
+JSON file as the table `ladder`.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
-from data_tools.labels.logprobs import ReadDraft, read_drafts
+from data_tools.labels.logprobs import ReadDraft, read_drafts, read_info
+from data_tools.labels.rows import LabelledDraft
+from parse_infer import tracking
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.cli.entry_point import run_app
 from parse_infer.errors import ParseError
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
+from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.registry import RULES
+from parse_infer.judge.rules.rule import TokenRule
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.verifier import Verifier
 from parse_infer.models.environment import describe_machine, describe_run
 from parse_infer.models.loading import LanguageModel, load_language_model
+from parse_infer.models.names import resolve
+from parse_infer.models.timing import Step, measure
 from parse_infer.text.cuts import Segmenter
+from parse_infer.tracking import RunOptions
 from parse_train.judge.build_info import read_build_info
-from parse_train.judge.metrics import Floats, ScoredDrafts, first_error
+from parse_train.judge.metrics import Floats
+from tools.ladder_figures import FIGURES, HeldOut, Judged, compare_rungs, few_errors
 
 COMMAND = "python -m tools.judge_ladder"
-MISSED = (0.01, 0.02, 0.05)
-"""Shares of the errors that a judge accepts, at which the right tokens that it rejects are compared."""
-FIGURES = ("auroc", "ap_error", "auroc_draft", "ap_error_draft", *(f"rejected_at_{share:g}" for share in MISSED))
-RULES: dict[str, Callable[[TokenLogprobs], Tensor]] = {
-    "min-p": lambda found: found.own - found.top[:, 0],
-    "lowest log-probability": lambda found: found.own,
-}
-"""Scores of single tokens; a prefix has the lowest of its tokens."""
+FEWEST = 20  # wrong drafts, of which 5 % are one
+_TIMED = 30  # drafts
+_WORST = 1e9  # doubt about a token that a rule keeps at no threshold
 _ANY = Carried(usual=True)  # drafts at higher temperatures are outside the range of those at the lowest
+_COSTS = ("seconds_per_100_tokens", "over_read")
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -64,15 +69,26 @@ def compare(
     dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Device of the target; default: the GPU, if any.")] = None,
     resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = 1000,
+    report_to: Annotated[str, typer.Option(metavar="none|wandb", help="Tracker of the result.")] = "none",
+    project: Annotated[str, typer.Option(help="Project in the tracker.")] = "parse",
 ) -> None:
     """Compare the rungs of a ladder of judges on the same held-out drafts."""
-    rungs = read_rungs(rung)
-    drafts = list(read_drafts(data))
-    lm = load_language_model(read_build_info(str(data)).target["name"], role="target", dtype=dtype, device=device)
-    scores = {
-        name: [score(folder, drafts, lm, out.with_suffix("")) for folder in folders] for name, folders in rungs.items()
-    } | {name: [score_by_rule(rule, drafts)] for name, rule in RULES.items()}
-    owners = [draft.row.problem for draft in drafts]
+    if report_to not in tracking.TRACKERS:
+        raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
+    rungs, build = read_rungs(rung), read_build_info(str(data))
+    drafts, rules = list(read_drafts(data)), rules_for(read_info(data)["k"])
+    rows = [draft.row for draft in drafts]
+    wrong = check_drafts(rows, str(data))
+    for adapter in (adapter for folders in rungs.values() for adapter in folders):
+        check_unseen(adapter, rows)
+    lm = load_language_model(build.target["name"], role="target", dtype=dtype, device=device)
+    held, costs, judged = HeldOut.of(rows), {}, {}
+    for name, folders in rungs.items():
+        scored = [score(folder, rows, held, lm, out.with_suffix("")) for folder in folders]
+        judged[name] = [each for each, _ in scored]
+        costs[name] = {key: round(statistics.mean(cost[key] for _, cost in scored), 6) for key in _COSTS}
+    judged |= {name: [score_by_rule(rule, drafts, held)] for name, rule in rules.items()}
+    compared = compare_rungs(judged, held, resamples)
     result = {
         "environment": {
             **describe_machine(lm.decoder.device),
@@ -82,12 +98,18 @@ def compare(
         },
         "data": data.name,
         "drafts": len(drafts),
-        "problems": len(set(owners)),
-        "wrong_drafts": sum(not all(draft.row.labels) for draft in drafts),
-        "auroc_of_length": length_auroc(next(iter(scores.values()))[0]),
-        "rungs": compare_rungs(scores, owners, resamples),
+        "problems": len(set(held.owner.tolist())),
+        "wrong_drafts": wrong,
+        "warning": few_errors(wrong),
+        "auroc_of_length": held.length_auroc,
+        "best_rule": max(rules, key=lambda name: compared[name]["kept_at_lost_0.02"]),
+        "rungs": {name: of_rung | costs.get(name, {}) for name, of_rung in compared.items()},
     }
     write_json(out, result)
+    models = tuple(filter(None, (build.target["name"], build.draft.get("name"))))
+    run = RunOptions(out.with_suffix(""), "bench", "ladder", models, project)
+    with tracking.job(run if report_to == "wandb" else None):
+        tracking.log_table("ladder", *tracked(result))
     Console().print(table(result))
 
 
@@ -102,90 +124,113 @@ def read_rungs(options: Sequence[str]) -> dict[str, list[str]]:
     return rungs
 
 
-def score(folder: str, drafts: Sequence[ReadDraft], lm: LanguageModel, kept: Path) -> ScoredDrafts:
-    """Score all drafts as the engine does, or read the scores of an earlier run from the folder `kept`."""
+def check_drafts(rows: Sequence[LabelledDraft], data: str) -> int:
+    """Return the number of wrong drafts; raise ValueError if they, or the right ones, are fewer than `FEWEST`."""
+    wrong = sum(not all(row.labels) for row in rows)
+    if min(wrong, len(rows) - wrong) < FEWEST:
+        raise ParseError(
+            f"{data} has {wrong} wrong and {len(rows) - wrong} right drafts, but a comparison needs at least {FEWEST} "
+            "of each: build more problems"
+        )
+    return wrong
+
+
+def check_unseen(adapter: str, rows: Sequence[LabelledDraft]) -> None:
+    """Raise ValueError if an adapter, which is not loaded, has learnt from a held-out prompt."""
+    learnt = read_adapter(resolve(adapter)).train_problems
+    known = {row.problem for row in rows if row.problem in learnt or prompt_hash(row.prompt) in learnt}
+    if known:
+        raise ParseError(
+            f"{adapter} has learnt from {len(known)} of the held-out problems (first: {min(known)}): build them with "
+            "another seed, or exclude the training prompts"
+        )
+
+
+def rules_for(k: int) -> dict[str, Callable[[TokenLogprobs], Tensor]]:
+    """Return the doubt about single tokens by every rule that reads at most `k` first choices; note the others."""
+    rules: dict[str, Callable[[TokenLogprobs], Tensor]] = {"lowest log-probability": lambda found: -found.own}
+    for name, kind in RULES.items():
+        if not issubclass(kind, TokenRule):
+            continue
+        rule = kind()
+        if rule.k <= k:
+            rules[name.replace("_", "-")] = partial(_doubts, rule)
+        else:
+            print(f"note: {name} reads {rule.k} first choices and is left out: build with --logprobs {rule.k}")
+    return rules
+
+
+def _doubts(rule: TokenRule, found: TokenLogprobs) -> Tensor:
+    return rule.doubts(found.first(rule.k))
+
+
+def score(
+    folder: str, rows: Sequence[LabelledDraft], held: HeldOut, lm: LanguageModel, kept: Path
+) -> tuple[Judged, dict[str, float]]:
+    """Score all drafts as the engine does, or read the scores of an earlier run from the folder `kept`.
+
+    Returns:
+        The judged drafts, and the cost of the pass: medians of the seconds per 100 draft tokens, and of their ratio to
+        the seconds in which a verifier without a judge reads the draft, with the prompt in the cache.
+    """
     adapter = ValidityAdapter.from_pretrained(folder, lm.model)
-    file, rows = kept / f"{adapter.fingerprint}-{len(drafts)}.json", [draft.row for draft in drafts]
+    file = kept / f"{adapter.fingerprint}-{len(rows)}-tokens.json"
     if not file.is_file():
-        verifier, found = Verifier(lm.decoder, adapter, Segmenter(lm.tokenizer)), []
+        judge, reader = (Verifier(lm.decoder, each, Segmenter(lm.tokenizer)) for each in (adapter, None))
+        odds = []
         for row in track(rows, folder, console=Console(stderr=True)):
             lm.decoder.seek(lm.render(row.prompt))
-            found.append(verifier.verify(row.draft_ids, row.cuts, _ANY).validity)
+            scores = judge.verify_block(row.draft_ids, _ANY).scores
+            assert scores is not None
+            odds.append([float(f"{value:.7g}") for value in (-scores.logits.double()).exp().tolist()])
+        cost = pass_cost(lambda ids: judge.verify_block(ids, _ANY), reader, rows, lm)
         kept.mkdir(parents=True, exist_ok=True)
-        write_json(file, found)
-    validity = json.loads(file.read_text())
-    return ScoredDrafts.from_rows(validity, [row.labels for row in rows], [row.cuts for row in rows])
+        write_json(file, {"odds": odds, "cost": cost})
+    found = json.loads(file.read_text())
+    sharpness = adapter.head.config.sharpness
+    # Powers of the odds of an error add up over tokens (`pool_doubt`), so each token's part is a difference.
+    added = [np.diff(np.array(each) ** sharpness, prepend=0.0).clip(0) for each in found["odds"]]
+    return Judged.of(added, held, adds_up=True), found["cost"]
 
 
-def score_by_rule(rule: Callable[[TokenLogprobs], Tensor], drafts: Sequence[ReadDraft]) -> ScoredDrafts:
-    """Score each prefix by its lowest token, from the stored log-probabilities."""
-    scores = []
-    for draft in drafts:
-        lowest = torch.cat([torch.zeros(1), rule(draft.logprobs).cummin(0).values])
-        scores.append(lowest[draft.row.cuts].tolist())
-    rows = [draft.row for draft in drafts]
-    return ScoredDrafts.from_rows(scores, [row.labels for row in rows], [row.cuts for row in rows])
+def pass_cost(
+    judge: Callable[[Sequence[int]], object], reader: Verifier, rows: Sequence[LabelledDraft], lm: LanguageModel
+) -> dict[str, float]:
+    """Time the pass with and without the judge over some of the drafts; see `score`."""
+    some = rows[:: -(-len(rows) // _TIMED)]
+
+    def after(prompt: list[int]) -> Callable[[], None]:
+        def prepare() -> None:
+            lm.decoder.seek(prompt[:-1])
+            if lm.decoder.cached < len(prompt) - 1:
+                lm.decoder.forward()
+            lm.decoder.seek(prompt)
+
+        return prepare
+
+    steps = []
+    for i, row in enumerate(some):
+        prepare = after(lm.render(row.prompt))
+        steps += [Step(f"judge {i}", prepare, partial(judge, row.draft_ids))]
+        steps += [Step(f"read {i}", prepare, partial(reader.verify, row.draft_ids, []))]
+    seconds = {name: each[0] for name, each in measure(steps, 1, lm.decoder.device).items()}
+    judged = [seconds[f"judge {i}"] for i in range(len(some))]
+    per_100 = [100 * one / len(row.draft_ids) for one, row in zip(judged, some, strict=True)]
+    ratios = [one / seconds[f"read {i}"] for i, one in enumerate(judged)]
+    return {"seconds_per_100_tokens": statistics.median(per_100), "over_read": statistics.median(ratios)}
 
 
-def compare_rungs(
-    scores: Mapping[str, Sequence[ScoredDrafts]], problems: Sequence[str], resamples: int, seed: int = 0
-) -> dict[str, dict[str, Any]]:
-    """Return, for each rung, its `FIGURES`, and `to_first`: their differences to the first rung with an interval."""
-    owner = np.unique(np.asarray(problems), return_inverse=True)[1]
-    rows_of = [np.flatnonzero(owner == problem) for problem in range(owner.max() + 1)]
-    generator, names = np.random.default_rng(seed), list(scores)
-
-    def means(rows: NDArray[np.int64]) -> Floats:
-        return np.array([np.mean([figures(each, rows) for each in scores[name]], axis=0) for name in names])
-
-    whole = means(np.arange(len(owner)))
-    drawn = np.array(
-        [
-            means(np.concatenate([rows_of[i] for i in generator.integers(len(rows_of), size=len(rows_of))]))
-            for _ in track(range(resamples), "bootstrap", console=Console(stderr=True))
-        ]
-    )
-    apart = np.quantile(drawn - drawn[:, :1], [0.025, 0.975], axis=0)
-    result: dict[str, dict[str, Any]] = {}
-    for i, name in enumerate(names):
-        result[name] = {"seeds": len(scores[name]), **dict(zip(FIGURES, whole[i].round(5).tolist(), strict=True))}
-        result[name]["to_first"] = {
-            figure: [round(float(x), 5) for x in (whole[i, j] - whole[0, j], apart[0, i, j], apart[1, i, j])]
-            for j, figure in enumerate(FIGURES)
-        }
-    return result
+def score_by_rule(rule: Callable[[TokenLogprobs], Tensor], drafts: Sequence[ReadDraft], held: HeldOut) -> Judged:
+    """Score each prefix by its most doubtful token, from the stored log-probabilities."""
+    added: list[Floats] = [rule(draft.logprobs).double().clamp_max(_WORST).numpy() for draft in drafts]
+    return Judged.of(added, held, adds_up=False)
 
 
-def figures(drafts: ScoredDrafts, rows: NDArray[np.int64]) -> list[float]:
-    """Return `FIGURES` of these drafts.
-
-    A draft's score is the lowest of its prefixes. `rejected_at_X` is the share of the tokens before the first error
-    that the judge rejects, at the threshold where it accepts the error of the share X of the wrong drafts.
-    """
-    part = ScoredDrafts(drafts.scores[rows], drafts.labels[rows], drafts.cuts[rows])
-    validity, labels = part.flat
-    lowest = np.minimum.accumulate(np.where(part.real, part.scores, np.inf), axis=1)
-    error = first_error(part.labels == 1, part.real)
-    wrong = error >= 0
-    found = [
-        roc_auc_score(labels, validity),
-        average_precision_score(1 - labels, -validity),
-        roc_auc_score(~wrong, lowest[:, -1]),
-        average_precision_score(wrong, -lowest[:, -1]),
-    ]
-    at_error = np.sort(lowest[np.flatnonzero(wrong), error[wrong]])
-    sizes = np.diff(np.where(part.real, part.cuts, 0), prepend=0, axis=1)
-    right = part.real & (np.arange(part.labels.shape[1]) < np.where(wrong, error, part.labels.shape[1])[:, None])
-    for share in MISSED:
-        threshold = np.nextafter(at_error[max(0, int(np.ceil((1 - share) * len(at_error))) - 1)], 2)
-        found.append(float(sizes[right & (lowest < threshold)].sum() / max(1, sizes[right].sum())))
-    return [float(value) for value in found]
-
-
-def length_auroc(drafts: ScoredDrafts) -> float:
-    """Return the AUROC of the draft's length alone, short drafts taken as right."""
-    right = first_error(drafts.labels == 1, drafts.real) < 0
-    return round(float(roc_auc_score(right, -drafts.cuts.max(axis=1))), 4)
+def tracked(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows for a tracker, one row a rung."""
+    keys = ("seeds", *FIGURES, *_COSTS)
+    rows = [[name, *(of_rung.get(key) for key in keys)] for name, of_rung in result["rungs"].items()]
+    return ["judge", *keys], rows
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -200,7 +245,10 @@ def table(result: Mapping[str, Any]) -> Table:
             apart, low, high = of_rung["to_first"][figure]
             cells.append(f"{of_rung[figure]:.3f}" + (f"\n{apart:+.3f} [{low:+.3f}, {high:+.3f}]" if i else ""))
         shown.add_row(figure, *cells)
-    shown.caption = f"AUROC of the length alone: {result['auroc_of_length']:.3f}"
+    for figure in _COSTS:
+        shown.add_row(figure, *(f"{of[figure]:.3f}" if figure in of else "" for of in result["rungs"].values()))
+    lines = [f"AUROC of the length alone: {result['auroc_of_length']:.3f}; best rule: {result['best_rule']}"]
+    shown.caption = "\n".join([*lines, *filter(None, [result["warning"]])])
     return shown
 
 

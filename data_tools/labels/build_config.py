@@ -181,8 +181,8 @@ class BuildConfig:
         default=True,
         metadata={
             "help": "Label the prefixes of a draft with rollouts. False: label whole drafts only, by their answers, "
-            "which is all that a judge on log-probabilities needs. Without drop_unsolved and own_answer the target "
-            "then writes nothing."
+            "which is all that a judge on log-probabilities needs. Without drop_unsolved, target_chance and "
+            "own_answer the target then writes nothing."
         },
     )
     exhaustive: bool = field(
@@ -190,6 +190,14 @@ class BuildConfig:
     )
     drop_unsolved: bool = field(
         default=False, metadata={"help": "Skip problems that the target never solves from the bare prompt."}
+    )
+
+    target_chance: bool = field(
+        default=False,
+        metadata={
+            "help": "Measure the target's chance of a right answer to each problem, from max_rollouts answers, also "
+            "where labels need no rollouts: a wrong draft weighs by it in training."
+        },
     )
 
     logprobs: int = field(
@@ -293,7 +301,7 @@ class BuildConfig:
     @property
     def asks_target(self) -> bool:
         """Whether the target answers the problems; labels of whole drafts by references do without."""
-        return self.prefix_labels or self.drop_unsolved or self.check_with == "own_answer"
+        return self.prefix_labels or self.drop_unsolved or self.target_chance or self.check_with == "own_answer"
 
     @property
     def rollout_sampling(self) -> Sampling:
@@ -324,7 +332,7 @@ class BuildConfig:
         """Return the settings that affect the rows. A folder begun with a different identity cannot be resumed."""
         values = {key: value for key, value in asdict(self).items() if key not in FREE_KEYS}
         # Folders of earlier versions do not have these keys.
-        defaults = {"check_with": "task", "prefix_labels": True, "draft_dtype": None}
+        defaults = {"check_with": "task", "prefix_labels": True, "draft_dtype": None, "target_chance": False}
         for key, default in defaults.items():
             if values[key] == default:
                 del values[key]

@@ -120,7 +120,8 @@ def _about(config: BuildConfig) -> str:
         return f"""# Whole drafts of {config.draft} for {config.target}
 
 {problems}.
-A draft is one segment with one label, whether its answer is right. Unfinished drafts have no label.{own}"""
+A draft is one segment with one label, whether its answer is right. A draft that was cut off is wrong, or has no label
+if its text has the right answer already.{own}"""
     return f"""# Drafts of {config.draft}, labelled by rollouts of {config.target}
 
 {problems} and cut into segments. A label

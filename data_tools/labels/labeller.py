@@ -12,10 +12,11 @@ from data_tools.labels.drafts import DraftSampler, SampledDraft, readable, segme
 from data_tools.labels.own_answers import OwnAnswers
 from data_tools.labels.prefix_search import PrefixSearch
 from data_tools.labels.rollout_counts import NO_ROLLOUTS, RolloutCounts
-from data_tools.labels.rollouts import Place, PrefixRollouts, is_right
+from data_tools.labels.rollouts import Place, PrefixRollouts, has_right_answer, is_right
 from data_tools.labels.sequential_test import Tally
 from data_tools.tasks.task import Problem, Task
 from parse_infer.text.cuts import Segmenter
+from parse_infer.text.detokenizer import decode
 
 
 @dataclass
@@ -141,9 +142,20 @@ class Labeller:
     def _case(self, index: int, problem: Problem, draft: SampledDraft, prompt: Tally) -> _Case:
         cuts = self.segmenter.cuts(draft.ids)  # the last one is the whole draft
         cuts = self.config.policy.even_subset(cuts) if self.config.prefix_labels else cuts[-1:]
-        own_answer = is_right(self.target, self.task, problem, draft.ids) if draft.finished else None
+        own_answer = self._own_answer(problem, draft)
         search = PrefixSearch(len(cuts), self.config.label_rule(prompt), own_answer, self.config.exhaustive)
         return _Case(index, draft, cuts, search)
+
+    def _own_answer(self, problem: Problem, draft: SampledDraft) -> bool | None:
+        """Whether the draft's answer is right; None where that is open.
+
+        Without labels of prefixes a draft that was cut off is wrong unless its text has the right answer already: it
+        has used its budget without answering."""
+        if draft.finished:
+            return is_right(self.target, self.task, problem, draft.ids)
+        if self.config.prefix_labels or has_right_answer(self.task, problem, decode(self.target.tokenizer, draft.ids)):
+            return None
+        return False
 
     def _row(self, case: _Case, problem: Problem, prompt: Tally) -> dict[str, Any]:
         draft, labelled, facts = case.draft, case.labelled(), problem.metadata

@@ -44,7 +44,7 @@ class PrefixSearch:
     Args:
         n_prefixes: K, at least 1.
         rule: labels a prefix from its rollouts.
-        own_answer: whether the draft's answer is right; None for an unfinished draft.
+        own_answer: whether the draft's answer is right; None where only rollouts can tell, as for an unfinished draft.
         exhaustive: request rollouts from every prefix except the last prefix of a finished draft.
 
     Attributes:

@@ -152,8 +152,12 @@ def finished_text(target: TokenizerSpec, answer: Sequence[int]) -> str | None:
 
 def is_right(target: TokenizerSpec, task: Task, problem: Problem, answer: Sequence[int]) -> bool | None:
     """Whether these target tokens contain a right answer; None without an end token, as their budget cut them off."""
-    if (text := finished_text(target, answer)) is None:
-        return None
+    text = finished_text(target, answer)
+    return None if text is None else has_right_answer(task, problem, text)
+
+
+def has_right_answer(task: Task, problem: Problem, text: str) -> bool:
+    """Check the text; raise ValueError if the task has no reference for that."""
     right = task.check(problem, text)
     if right is None:
         raise ParseError(

@@ -146,7 +146,7 @@ class GreedyRule:
 
 @dataclass(frozen=True)
 class WithoutRollouts:
-    """The rule for labels of whole drafts: their answers decide, and unfinished drafts stay undecided."""
+    """The rule for labels of whole drafts: their answers decide, or the draft stays undecided."""
 
     step: int = 1
     limit: int = 1

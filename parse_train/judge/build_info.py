@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from data_tools.labels.shards import FORMAT
 from parse_infer.errors import ParseError
 from parse_infer.files import read_json
 from parse_infer.models.fingerprint import fingerprint, same_weights
@@ -49,12 +50,14 @@ def read_build_info(source: str) -> BuildInfo:
     """Read the build.json in the folder `source`; return an empty `BuildInfo` without that file.
 
     Raises:
-        ValueError: build.json is damaged.
+        ValueError: build.json is damaged, or of another version.
     """
     path = Path(source) / "build.json"
     if not path.is_file():
         return BuildInfo()
     content = read_json(path, "build the data again")
+    if (version := content.get("format", FORMAT)) != FORMAT:
+        raise ParseError(f"{path} has format {version}, but this version of parse-engine reads {FORMAT}: build again")
     config, models = content.get("config"), content.get("models", {})
     if not isinstance(config, dict) or not isinstance(models, dict):
         raise ParseError(f"{path} is damaged: config or models is missing; build the data again")

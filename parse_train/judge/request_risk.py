@@ -18,13 +18,13 @@ from parse_infer.engine import ParseEngine
 from parse_train.judge.build_info import BuildInfo
 from parse_train.judge.config import JudgeTrainingConfig
 
-CURVE = ("risk (upper bound)", "speed-up", "block tokens", "threshold", "lost")
+CURVE = ("lost", "speed-up", "block tokens", "threshold", "lost (upper bound)")
 
 
 def log(calibration: Calibration) -> None:
-    """Log speed-up over risk, one point per setting, and the calibrated risks to the tracker."""
+    """Log the speed-up over the share of lost requests, one point per setting, and the promises to the tracker."""
     points = [
-        (t.bound, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.losses / calibration.n_problems)
+        (t.losses / calibration.n_problems, t.speedup, str(t.setting.block_tokens), t.setting.threshold, t.bound)
         for t in calibration.tried
     ]
     tracking.log_curve("calibration", CURVE, points)

@@ -30,6 +30,10 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         default=None,
         metadata={"help": "Adapter of any pair whose head this training continues, where drafts are few."},
     )
+    min_wrong_drafts: int = field(
+        default=10,
+        metadata={"help": "Refuse to train on fewer drafts with an error, counted without the held-out problems."},
+    )
     k: int = field(default=5, metadata={"help": "Number of the target's first choices to read; at most as stored."})
     width: int = field(default=64, metadata={"help": "Size of the layers and of the recurrent state."})
     text_size: int = field(

@@ -68,7 +68,8 @@ def load_datasets(
         learnt: `prompt_hash` of problems that the head has learnt from before; their drafts are not held out.
 
     Raises:
-        ValueError, FileNotFoundError: see `read_drafts`; or all drafts are longer than `max_length`.
+        ValueError, FileNotFoundError: see `read_drafts`; or all drafts are longer than `max_length`, or too few are
+            wrong.
     """
     drafts = {id(draft.row): draft for draft in read_drafts(config.data)}
     rows = [draft.row for draft in drafts.values()]
@@ -94,6 +95,11 @@ def load_datasets(
     for name, examples in (("for training", train), ("for evaluation", evaluation)):
         if not examples:
             raise ParseError(f"{config.data} leaves no draft {name} of at most max_length {config.max_length} tokens")
+    if (wrong := sum(not all(example.labels) for example in train)) < config.min_wrong_drafts:
+        raise ParseError(
+            f"{config.data} leaves {wrong} wrong drafts of {len(train)} for training, fewer than min_wrong_drafts "
+            f"{config.min_wrong_drafts}: build more problems"
+        )
     n_of = Counter(example.problem for example in train)
     mean = len(train) / len(n_of)
     train = [replace(e, weights=[weight * mean / n_of[e.problem] for weight in e.weights]) for e in train]

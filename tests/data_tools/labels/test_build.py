@@ -162,20 +162,23 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
     searched = make_config("a", limit=24, max_draft_tokens=40, **options)
     whole = make_config("b", limit=24, max_draft_tokens=40, prefix_labels=False, **options)
     summary, lone = build(searched), build(whole)
-    n_finished = 0
+    n_finished, cut_off = 0, []
     for row, one in zip(rows_of(searched.output_dir), rows_of(whole.output_dir), strict=True):
         assert one["target_value"] == (row["target_value"] if options else None)
         assert one["prompt"] == row["prompt"]
         assert one["finished"] == row["finished"]
-        if not row["finished"] or not row["reference"]:  # without an own answer nothing is known
-            assert one["labels"] == [] and one["undecided"] == 1
+        if not row["finished"] or not row["reference"]:
+            cut_off.append(one)
             continue
         n_finished += 1
         assert one["draft_ids"] == row["draft_ids"] and one["cuts"] == [len(row["draft_ids"])]
         assert one["labels"] == row["labels"][-1:] == [one["draft_correct"]]
         assert one["completions"] == ["".join(row["completions"])]
     n_unfinished = summary.rows + summary.without_label - n_finished
-    assert lone.rows == lone.prefixes == n_finished and lone.without_label == n_unfinished
+    wrong = sum(one["labels"] == [False] and not one["draft_correct"] for one in cut_off)
+    open_ones = sum(one["labels"] == [] and one["undecided"] == 1 for one in cut_off)
+    assert n_unfinished == len(cut_off) == wrong + open_ones
+    assert lone.rows == lone.prefixes == n_finished + wrong and lone.without_label == open_ones
     assert n_unfinished > 0 or "check_with" in options
     assert 0 < lone.valid < lone.prefixes
     for config, knows in ((searched, True), (whole, False)):
@@ -184,6 +187,47 @@ def test_labels_of_whole_drafts_are_the_last_ones_of_a_search(
         assert ("first error, position" in capsys.readouterr().out) == knows
     card = Path(whole.output_dir, "README.md").read_text()
     assert "# Whole drafts of" in card and "perfect judge" not in card and "Position" not in card
+
+
+def test_a_whole_draft_that_its_budget_cuts_off_is_wrong_unless_it_has_answered(
+    make_config: Make, target: LanguageModel
+) -> None:
+    config = make_config(limit=12, max_draft_tokens=6, prefix_labels=False)
+    summary = build(config)
+    problems = load_task(config.task, **config.task_options)
+    known = {problem.id: problem for problem in problems.problems("train", 0, config.limit)}
+    kinds = set()
+    for row in rows_of(config.output_dir):
+        if row["finished"]:
+            continue
+        text = target.tokenizer.decode(row["draft_ids"])
+        answered = not row["labels"]
+        assert answered or (row["labels"] == [False] and not problems.check(known[row["problem_id"]], text))
+        assert row["draft_correct"] is False
+        kinds.add(answered)
+    assert kinds == {False, True} and summary.unfinished > 0
+    build(prefixes := make_config("b", limit=2, max_draft_tokens=6, max_rollout_tokens=1))
+    assert all(not row["labels"] for row in rows_of(prefixes.output_dir) if not row["finished"]), "rollouts decide"
+
+
+def test_the_targets_chance_is_measured_without_dropping_unsolved_problems(make_config: Make) -> None:
+    options = {"prefix_labels": False, "rollout_temperature": 1.0, "limit": 10}
+    build(plain := make_config("a", **options))
+    build(config := make_config("b", **options, target_chance=True, max_rollouts=4))
+    assert plain.asks_target is False and "target_chance" not in plain.identity()
+    rows = rows_of(config.output_dir)
+    assert [row | {"target_value": None, "n_rollouts": 0} for row in rows] == [
+        row | {"n_rollouts": 0} for row in rows_of(plain.output_dir)
+    ]
+    chances = {row["problem_id"]: row["target_value"] for row in rows if row["target_value"] is not None}
+    assert 0.0 in chances.values() and any(0 < chance < 1 for chance in chances.values())
+
+
+def test_code_drafts_weigh_by_the_targets_chance() -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / "qwen-coder" / "data-code.yaml"
+    (config,) = parse_recipe(recipe, [], [BuildConfig], "parse-data build")
+    assert config.asks_target and not config.drop_unsolved and not config.prefix_labels
+    assert config.max_rollouts == 8 and not config.rollout_sampling.greedy
 
 
 def test_labels_of_whole_drafts_exclude_finer_ones(make_config: Make) -> None:

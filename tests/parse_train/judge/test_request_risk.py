@@ -64,13 +64,13 @@ def test_the_exported_adapter_carries_a_promise(config: LogprobTrainingConfig, t
     assert "at most 50.00% of requests lost, 90% confidence: " in out
     assert found.tried[0].losses == 0 and found.tried[0].speedup > 1, "accepting nothing is lossless speculation"
 
-    # The run has the curve of speed-up against risk, a point for each setting, and the promises in its summary.
+    # The run has the curve of speed-up against lost requests, a point a setting, and the promises in its summary.
     [(_, records)] = offline_runs(Path(config.output_dir))
     [table] = Path(config.output_dir).glob("wandb/offline-run-*/files/media/table/*.json")
     curve = json.loads(table.read_text())
-    assert curve["columns"] == ["risk (upper bound)", "speed-up", "block tokens", "threshold", "lost"]
+    assert curve["columns"] == ["lost", "speed-up", "block tokens", "threshold", "lost (upper bound)"]
     first, setting = found.tried[0], found.tried[0].setting
-    assert curve["data"][0] == [first.bound, first.speedup, setting.block_tokens, setting.threshold, 0.0]
+    assert curve["data"][0] == [0.0, first.speedup, setting.block_tokens, setting.threshold, first.bound]
     assert len(curve["data"]) == len(found.tried)
     assert float(logged(records, "summary")["promise/0.5/speedup"]) == found.tried[found.promises[0.5]].speedup
 

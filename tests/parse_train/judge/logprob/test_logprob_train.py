@@ -40,6 +40,8 @@ OPTIONS = [
     "3",
     "--eval_share",
     "0.5",
+    "--min_wrong_drafts",
+    "0",
 ]
 
 
@@ -200,6 +202,7 @@ def test_drafts_are_read_alike_in_batches_and_alone(build):
         (["--sharpness", "0.5"], "sharpness is 0.5; it must be at least 1"),
         (["--k", "4"], "stores 3 first choices per token: lower k"),
         (["--width", "0"], "width is 0; it must be at least 1"),
+        (["--min_wrong_drafts", "40"], "wrong drafts of 24 for training, fewer than min_wrong_drafts 40: build more"),
         (["--data", "nowhere"], "no labelled data at nowhere: there is no such folder"),
         (["--data", "data/validty"], "no labelled data at data/validty: there is no such folder"),
         (["--data", "."], ". has no log-probabilities: run `parse-data read .`"),
@@ -209,6 +212,15 @@ def test_mistakes_are_one_sentence(build, tmp_path, capsys, options, message):
     assert main([recipe(build, tmp_path / "out"), *OPTIONS, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_build_of_another_format_is_refused_before_it_is_read(build, tmp_path, capsys):
+    (tmp_path / "build").mkdir()
+    facts = json.loads((build / "build" / "build.json").read_text())
+    (tmp_path / "build" / "build.json").write_text(json.dumps(facts | {"format": 1}))
+    assert main([recipe(tmp_path, tmp_path / "out"), *OPTIONS]) == 2
+    error = capsys.readouterr().err
+    assert "has format 1, but this version of parse-engine reads 2: build again" in error and error.count("\n") == 1
 
 
 def test_reads_of_another_engine_are_kept_apart(build, tmp_path):
