@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parse_infer.backends.pool.origin import REQUEST_ID, TRACE, origin
+from parse_infer.backends.pool.origin import REQUEST_ID, SESSION_ID, TRACE, origin
 from parse_infer.serve.api_keys import ANYONE, ApiKeys, Caller, caller
 from parse_infer.serve.errors import ApiError, failure
 from parse_infer.serve.logs import request_id
@@ -21,6 +22,7 @@ from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
 OPEN = ("/", "/page.js", "/page.css", "/health", "/ready")  # paths that need no key
+_SESSION = re.compile(r"[!-~]{1,256}")
 _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
 
@@ -65,7 +67,7 @@ class RequestMiddleware:
 
         try:
             headers = Headers(scope=scope)
-            origin.set({REQUEST_ID: number, **self._trace(headers)})
+            origin.set({REQUEST_ID: number, **self._trace(headers), **_session(headers)})
             if not self._authorized(scope["path"], headers):
                 message = "this server needs an API key in the header Authorization: Bearer …"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -124,6 +126,11 @@ class RequestMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than the allowed {self._body_bytes} bytes", "body_too_large")
+
+
+def _session(headers: Headers) -> Mapping[str, str]:
+    own = headers.get(SESSION_ID, "")
+    return {SESSION_ID: own} if _SESSION.fullmatch(own) else {}
 
 
 def _content_length(headers: Headers) -> int:

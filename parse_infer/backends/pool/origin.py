@@ -1,4 +1,4 @@
-"""The request for which servers are asked: headers by which their logs and traces name it."""
+"""The request for which servers are asked: headers by which their logs and traces name it, and its session."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from itertools import count
 from types import MappingProxyType
 
 REQUEST_ID = "x-request-id"
+SESSION_ID = "x-session-id"
 TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 
 origin: ContextVar[Mapping[str, str]] = ContextVar("origin", default=MappingProxyType({}))
-"""`REQUEST_ID` and `TRACE` of the request that is being answered; empty: none is."""
+"""`REQUEST_ID`, `TRACE` and the client's `SESSION_ID` of the request that is being answered; empty: none is."""
 _numbers = count(1)
 
 

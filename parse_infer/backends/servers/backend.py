@@ -20,6 +20,7 @@ from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.pool.sessions import Sessions
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.options import PARALLEL
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair, source_kind
@@ -41,7 +42,6 @@ from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
-from parse_infer.text.conversation import Conversation
 from parse_infer.text.cuts import Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -73,6 +73,7 @@ class ServerBackend:
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
+        self._sessions = Sessions()
         self._runner = asyncio.Runner()
         self._one = threading.Lock()  # of the threads that use the loop
 
@@ -197,10 +198,10 @@ class ServerBackend:
     async def with_draft(
         self, request: Request, plan: Plan, source: Drafts, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
-        conversation = Conversation.of(request.prompt)
+        session = self._sessions.of_prompt(request.prompt)
         with (
-            self._target.servers.acquire(conversation=conversation) as at,
-            source[0].acquire(plan.falls_back, conversation=conversation)
+            self._target.servers.acquire(session=session) as at,
+            source[0].acquire(plan.falls_back, session=session)
             if isinstance(source, tuple)
             else nullcontext() as draft_at,
         ):
@@ -219,7 +220,7 @@ class ServerBackend:
                     await pair.close()
 
     async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
-        with self._target.servers.acquire(conversation=Conversation.of(request.prompt)) as at:
+        with self._target.servers.acquire(session=self._sessions.of_prompt(request.prompt)) as at:
             async with aclosing(self._target.written(request, at, streamed)) as tokens:
                 async for token in tokens:
                     request.count_forwards(target=1)
