@@ -254,15 +254,16 @@ class ReplicaPool:
         raise self._balancer.failing(tried)
 
     async def passed(
-        self, path: str, body: bytes, headers: Mapping[str, str], whole: bool
+        self, path: str, body: bytes, headers: Mapping[str, str], whole: bool, lease: Lease
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
         Raises as `ask` does. A response that has begun is not retried.
         """
-        begun, tried = False, self._no_attempts(None)
+        headers = {**headers, **headers_of(lease)}
+        begun, tried = False, self._no_attempts(lease)
         while tried.left and not begun:
-            server = await self._server(None, tried)
+            server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
                 async with aclosing(self._client.passed(f"{server.url}{path}", body, headers, whole)) as pieces:
                     while (piece := await self._next(attempt, pieces, None)) is not None:

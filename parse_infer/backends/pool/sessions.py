@@ -62,8 +62,8 @@ class Sessions:
     def _continued(self, conversation: Conversation) -> str | None:
         for turn in reversed(conversation.turns[:-1]):
             if ids := self._ids.get(turn):
-                ids.append(ids.pop(0))  # conversations with the same turn take turns
-                return ids[-1]
+                ids.insert(0, ids.pop())  # the next conversation with the same turn takes another id
+                return ids[0]
         return None
 
     def _new(self, conversation: Conversation) -> str:

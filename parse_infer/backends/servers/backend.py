@@ -42,6 +42,7 @@ from parse_infer.request.events import Event, Resumed
 from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
+from parse_infer.text.conversation import Conversation
 from parse_infer.text.cuts import Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.tokenizer_spec import TokenizerSpec
@@ -244,13 +245,13 @@ class ServerBackend:
                 return await self._target.read(context, draft, cuts, Carried(), (), at)
             return await self._target.ask(context, draft, cuts, at)
 
-    def relay(
+    async def relay(
         self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
         The body's bytes are changed only where the target's server must find another model name, no `parse`, or
-        this engine's options of the chat template.
+        this engine's options of the chat template. A chat goes where its turn before went.
 
         Args:
             headers: those of the request to pass on, in lower case.
@@ -260,16 +261,23 @@ class ServerBackend:
         Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
         servers = self._target.servers
-        if fields is None:
-            return servers.passed(path, body, headers, whole)
-        sent = {name: value for name, value in fields.items() if name != "parse"} | {"model": servers.model}
+        try:
+            sent = body if fields is None else self._passed_body(body, fields)
+            session = self._sessions.of(None if fields is None else _conversation(fields))
+        except RecursionError as error:
+            raise RequestRejected("the body is nested too deeply", status=400) from error
+        with servers.acquire(session=session) as lease:
+            async with aclosing(servers.passed(path, sent, headers, whole, lease)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    def _passed_body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        own_name = {"model": self._target.servers.model}
+        sent = {name: value for name, value in fields.items() if name != "parse"} | own_name
         own = fields.get("chat_template_kwargs") or {}
         if self.target.template_options and "messages" in fields and isinstance(own, Mapping):
             sent["chat_template_kwargs"] = {**self.target.template_options, **own}
-        try:
-            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), headers, whole)
-        except RecursionError as error:
-            raise RequestRejected("the body is nested too deeply", status=400) from error
+        return body if sent == fields else json.dumps(sent).encode()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this backend's event loop. Other threads wait.
@@ -339,6 +347,14 @@ class ServerBackend:
         finally:
             if self.processes is not None:
                 self.processes.stop()
+
+
+def _conversation(fields: Mapping[str, Any]) -> Conversation | None:
+    """The conversation of a body: of chats, of `/v1/messages`, or of `/v1/responses` with a list of items."""
+    messages = fields.get("messages", fields.get("input"))
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        return None
+    return Conversation.of_messages(messages)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -57,7 +57,7 @@ class FakeServer:
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
         canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
-        sessions: the header `x-session-id` of each completion.
+        sessions: the header `x-session-id` of each completion and chat.
         headers: of each POST, their names in lower case.
         received, heads: bodies, and paths with headers, of the requests with such a response.
     """
@@ -200,6 +200,7 @@ class FakeServer:
         """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
         body = await request.json()
         self.bodies.append(body)
+        self.sessions.append(request.headers.get("x-session-id"))
         fault = self.faults.popleft() if self.faults else None
         if fault == "500":
             return _error(500, "the engine is dead")

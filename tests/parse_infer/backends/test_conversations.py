@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack
 from math import ceil
 from random import Random
+from typing import Any
 
 import httpx
 import pytest
@@ -25,6 +26,7 @@ from tests.parse_infer.serve.conftest import running
 URLS = [f"http://replica-{n}:8000" for n in range(4)]
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "weigh"}}]
 
 
 def user(text: str) -> dict[str, str]:
@@ -205,14 +207,18 @@ def test_a_server_is_ready_while_a_target_is_healthy(engine, connect, monkeypatc
 def test_turns_over_servers_go_to_one_replica(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=3)
     with running(LoopRunner(coordinator), engine) as served:
+        for target in targets:
+            target.sessions.clear()  # of the handshake
         messages, homes = [user("How heavy are 5 apples?")], []
-        for _ in range(4):
+        for turn in range(5):
             before = [len(target.bodies) for target in targets]
-            reply = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6}).json()
+            body = {"messages": messages, "max_tokens": 6}
+            body |= {"tools": TOOLS, "tool_choice": "required"} if turn == 4 else {}  # which is passed through
+            reply = served.post(CHAT, body).json()
             homes.append([n for n, target in enumerate(targets) if len(target.bodies) > before[n]])
             messages += [reply["choices"][0]["message"], user("And 6?")]
-    assert len(homes[0]) == 1 and homes == homes[:1] * 4
-    assert len({session for target in targets for session in target.sessions} - {None}) == 1
+    assert len(homes[0]) == 1 and homes == homes[:1] * 5
+    assert len({session for target in targets for session in target.sessions}) == 1
 
 
 def test_all_requests_of_an_answer_have_one_session(engine, connect):
@@ -226,6 +232,35 @@ def test_all_requests_of_an_answer_have_one_session(engine, connect):
             (session,) = {*targets[0].sessions, *draft.sessions}
             found.append(session)
     assert len(set(found)) == 4 and None not in found
+
+
+def called(n: int, calls: int) -> list[dict[str, Any]]:
+    """A turn of an agent whose model calls tools."""
+    ids = [f"call-{n}-{call}" for call in range(calls)]
+    calling = [{"id": id, "type": "function", "function": {"name": "weigh", "arguments": "{}"}} for id in ids]
+    results = [{"role": "tool", "content": f"{n} kg", "tool_call_id": id} for id in ids]
+    return [{"role": "assistant", "content": None, "tool_calls": calling}, *results]
+
+
+@pytest.mark.parametrize("messages", ["messages", "input"])
+def test_turns_with_tools_go_to_one_replica_too(engine, connect, messages):
+    coordinator, targets, _ = connect(engine, n_targets=3)
+    for target in targets:
+        target.canned = 200, {"Content-Type": "application/json"}, [b"{}"]
+    path = CHAT if messages == "messages" else "/v1/responses"
+    with running(LoopRunner(coordinator), engine) as served:
+        sessions = []
+        for agent in range(3):
+            chat: list[dict[str, Any]] = [SYSTEM, user("How heavy are 5 apples?")]  # the same for all agents
+            for turn in range(3):
+                for target in targets:
+                    target.headers.clear()
+                chat += called(agent, turn) if turn else []
+                assert "x-parse-because" in served.post(path, {messages: chat, "tools": TOOLS}).headers
+                ((n, headers),) = [(n, headers) for n, target in enumerate(targets) for headers in target.headers]
+                sessions.append((n, headers["x-session-id"]))
+    agents = [set(sessions[n : n + 3]) for n in (0, 3, 6)]
+    assert all(len(used) == 1 for used in agents) and len(set.union(*agents)) == 3
 
 
 def test_a_client_may_name_the_session(engine, connect):
