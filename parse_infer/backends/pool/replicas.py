@@ -254,7 +254,7 @@ class ReplicaPool:
         raise self._balancer.failing(tried)
 
     async def passed(
-        self, path: str, body: bytes, headers: Mapping[str, str], whole: bool, lease: Lease
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], whole: bool, lease: Lease
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
@@ -265,7 +265,8 @@ class ReplicaPool:
         while tried.left and not begun:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
-                async with aclosing(self._client.passed(f"{server.url}{path}", body, headers, whole)) as pieces:
+                passed = self._client.passed(method, server.url, path, body, headers, whole)
+                async with aclosing(passed) as pieces:
                     while (piece := await self._next(attempt, pieces, None)) is not None:
                         attempt.answered = begun = True
                         if isinstance(piece, ResponseHead) and piece.status >= 400:

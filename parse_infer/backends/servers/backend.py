@@ -246,7 +246,13 @@ class ServerBackend:
             return await self._target.ask(context, draft, cuts, at)
 
     async def relay(
-        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any] | None,
+        whole: bool,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
@@ -256,7 +262,7 @@ class ServerBackend:
         Args:
             headers: those of the request to pass on, in lower case.
             fields: the JSON object in `body`; None: another content, which is passed on as it is.
-            whole: read the response before the head is yielded, so that it can be retried.
+            whole: read a response that is no event stream before the head is yielded, so that it can be retried.
 
         Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
@@ -267,7 +273,7 @@ class ServerBackend:
         except RecursionError as error:
             raise RequestRejected("the body is nested too deeply", status=400) from error
         with servers.acquire(session=session) as lease:
-            async with aclosing(servers.passed(path, sent, headers, whole, lease)) as pieces:
+            async with aclosing(servers.passed(method, path, sent, headers, whole, lease)) as pieces:
                 async for piece in pieces:
                     yield piece
 
