@@ -69,7 +69,7 @@ class RequestMiddleware:
             headers = Headers(scope=scope)
             origin.set({REQUEST_ID: number, **self._trace(headers), **_session(headers)})
             if not self._authorized(scope["path"], headers):
-                message = "this server needs an API key in the header Authorization: Bearer …"
+                message = "this server needs an API key in the header Authorization: Bearer …, or in x-api-key"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 await wrong.response()(scope, receive, numbered)
             elif _content_length(headers) > self._body_bytes:
@@ -105,7 +105,8 @@ class RequestMiddleware:
         client: Caller | None = ANYONE
         if self._keys.required and path not in OPEN:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            client = self._keys.caller_of(key.strip()) if kind.lower() == "bearer" else None
+            given = (key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's SDK
+            client = next(filter(None, map(self._keys.caller_of, filter(None, given))), None)
         caller.set(client or ANYONE)
         return client is not None
 

@@ -38,7 +38,7 @@ OTHER = ("/v1/{path:path}", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/po
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _PATH = re.compile(r"(/\w[\w.-]*)+", re.ASCII)  # no "..", which would lead out of /v1
 _LORA = "lora_adapter"  # in the paths that load and unload one
-_HEADERS = ("accept", "content-type")
+_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta")
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 

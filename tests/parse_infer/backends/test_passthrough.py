@@ -17,6 +17,7 @@ from aiohttp import web
 
 from parse_infer.serve import passthrough
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.serve.conftest import running
@@ -137,6 +138,18 @@ def test_a_route_that_only_the_target_has_is_passed_through(engine, connect, pat
         (found, headers) = target.heads[0]
         assert found == path and {name: headers[name] for name in trace} == trace and "x-other" not in headers
         assert served.post(path, {"model": "another"}).status_code == 404 and len(target.received) == 1
+
+
+def test_anthropics_headers_go_along_without_the_key(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b"{}"]
+    own = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    with running(LoopRunner(coordinator), engine, keys=ApiKeys("s3cret")) as served:
+        body = {"messages": USER, "max_tokens": 9}
+        assert served.post("/v1/messages", body, headers={**own, "x-api-key": "s3cret"}).status_code == 200
+        assert served.post("/v1/messages", body, headers=own).status_code == 401
+    ((_, headers),) = target.heads
+    assert {name: headers.get(name) for name in own} == own and "s3cret" not in headers.values()
 
 
 def test_a_body_without_json_is_passed_through(engine, connect):

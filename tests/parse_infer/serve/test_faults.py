@@ -176,11 +176,17 @@ def test_a_request_without_the_key_is_refused(served):
             {"Authorization": "Bearer s3cre"},
             {"Authorization": "s3cret"},
             {"Authorization": b"Bearer \xff"},
+            {"X-API-Key": "s3cre"},
+            {"X-API-Key": b"\xff"},
+            {"X-API-Key": ""},
         ):
             response = httpx.get(guarded.url + "/v1/models", headers=headers)  # type: ignore[arg-type]
             assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
             assert httpx.get(guarded.url + "/metrics", headers=headers).status_code == 401  # type: ignore[arg-type]
         assert httpx.get(guarded.url + "/health").status_code == httpx.get(guarded.url + "/").status_code == 200
+        for headers in ({"X-API-Key": "s3cret"}, {"X-API-Key": "s3cret", "Authorization": "Bearer none"}):
+            for path in ("/v1/models", "/metrics"):
+                assert httpx.get(guarded.url + path, headers=headers).status_code == 200
         with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="s3cret") as client:
             assert client.chat.completions.create(model="tiny", messages=USER, max_tokens=3).choices
 
