@@ -22,6 +22,7 @@ from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
 OPEN = ("/", "/page.js", "/page.css", "/health", "/ready")  # paths that need no key
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _SESSION = re.compile(r"[!-~]{1,256}")
 _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
@@ -88,8 +89,8 @@ class RequestMiddleware:
             self._metrics.requests.labels(path, status).inc()
             self._metrics.request_s.labels(path).observe(seconds)
             fields: Mapping[str, Any] = {
-                "method": method[:20],
-                "path": scope["path"][:200],
+                "method": method if method in _METHODS else "other",
+                "path": path,  # the route's: the client's own may be any text
                 "status": status,
                 "seconds": round(seconds, 4),
             }

@@ -315,6 +315,15 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
     assert sorted(modes[3:]) == [(1, "draft", True)] * MIN_SAMPLES + [(1, "target", True)] * MIN_SAMPLES
 
 
+def test_the_log_has_the_route_of_a_request_and_not_its_path(make_engine, capfd):
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
+        for method, path in (("GET", f"v1/models/{SECRET}"), ("GET", SECRET), (SECRET.split()[0], "v1/models")):
+            httpx.request(method, f"{server.url}/{path}?q={SECRET}", timeout=60)
+    requests = [line for line in logged(capfd) if line["event"] == "request"]
+    assert [line["path"] for line in requests][:2] == ["/v1/models/{name:path}", "other"]
+    assert {line["method"] for line in requests} <= {"GET", "other"}
+
+
 def test_a_failed_request_ends_no_other(make_engine):
     back = {"parse": {"block_tokens": 8, "threshold": 0}, "max_tokens": 40}
     with running(ThreadRunner(make_engine(drafter=Breaking(2))), make_engine(drafter=Breaking(2))) as broken:
