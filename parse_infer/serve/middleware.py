@@ -16,13 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parse_infer.backends.pool.origin import REQUEST_ID, SESSION_ID, TRACE, origin
 from parse_infer.serve.api_keys import ANYONE, ApiKeys, Caller, caller
 from parse_infer.serve.errors import ApiError, failure
-from parse_infer.serve.logs import request_id
+from parse_infer.serve.logs import client_request_id, request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
 OPEN = ("/", "/page.js", "/page.css", "/health", "/ready")  # paths that need no key
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _SESSION = re.compile(r"[!-~]{1,256}")
 _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
@@ -69,6 +70,7 @@ class RequestMiddleware:
         try:
             headers = Headers(scope=scope)
             origin.set({REQUEST_ID: number, **self._trace(headers), **_session(headers)})
+            client_request_id.set(own if _ID.fullmatch(own := headers.get(REQUEST_ID, "")) else "")
             if not self._authorized(scope["path"], headers):
                 message = "this server needs an API key in the header Authorization: Bearer …, or in x-api-key"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

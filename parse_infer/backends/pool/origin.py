@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from itertools import count
@@ -14,6 +15,13 @@ TRACE = ("traceparent", "tracestate")  # W3C Trace Context
 origin: ContextVar[Mapping[str, str]] = ContextVar("origin", default=MappingProxyType({}))
 """`REQUEST_ID`, `TRACE` and the client's `SESSION_ID` of the request that is being answered; empty: none is."""
 _numbers = count(1)
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-.*")
+
+
+def trace_id() -> str | None:
+    """The id of the trace that the request belongs to; None: it has no valid one."""
+    found = _TRACEPARENT.fullmatch(origin.get().get("traceparent", ""))
+    return None if found is None else found[1]
 
 
 def origin_headers() -> dict[str, str]:
