@@ -129,7 +129,8 @@ class RequestMiddleware:
         return measured
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than the allowed {self._body_bytes} bytes", "body_too_large")
+        message = f"the body has more than {self._body_bytes} bytes, the limit of this server's option --max-body-mb"
+        return ApiError(413, message, "body_too_large")
 
 
 def _session(headers: Headers) -> Mapping[str, str]:

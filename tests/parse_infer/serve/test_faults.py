@@ -153,7 +153,11 @@ def test_other_refusals_have_their_status(served):
     assert status(httpx.get(served.url + CHAT)) == (405, "method_not_allowed")
     large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
     kind = {"Content-Type": "application/json"}
-    assert status(httpx.post(served.url + PLAIN, content=large, headers=kind)) == (413, "body_too_large")
+    refused = httpx.post(served.url + PLAIN, content=large, headers=kind)
+    assert status(refused) == (413, "body_too_large")
+    assert error_of(refused)["message"] == (
+        "the body has more than 4194304 bytes, the limit of this server's option --max-body-mb"
+    )
     pieces = (large[i : i + 100_000] for i in range(0, len(large), 100_000))
     assert status(httpx.post(served.url + PLAIN, content=pieces, headers=kind)) == (413, "body_too_large")
     form = httpx.post(served.url + PLAIN, content=b'{"prompt": "a"}')
