@@ -21,7 +21,7 @@ from parse_infer.serve.large_bodies import ReadingRoute
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.middleware import RequestMiddleware
 from parse_infer.serve.page import page_file
-from parse_infer.serve.passthrough import OTHER, other_request, passing_route
+from parse_infer.serve.passthrough import METHODS, OTHER, other_request, passing_route
 from parse_infer.serve.protocol.chat import ChatBody, ChatCompletion, ChatShape
 from parse_infer.serve.protocol.completion import Completion, CompletionBody, CompletionShape
 from parse_infer.serve.protocol.tokens import (
@@ -157,9 +157,11 @@ def create_app(
 
     if runner.relays:
 
-        @app.post(OTHER, include_in_schema=False)
         async def other(request: Request) -> Response:
             return handler.relay(await other_request(request))
+
+        for path in OTHER:
+            app.add_api_route(path, other, methods=list(METHODS), include_in_schema=False)
 
     if settings.metrics:
 

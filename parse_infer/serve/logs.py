@@ -9,14 +9,17 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from parse_infer.backends.pool.origin import trace_id
 from parse_infer.serve.api_keys import caller
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current request, for log lines, the response header and the answer's id."""
+client_request_id: ContextVar[str] = ContextVar("client_request_id", default="")
+"""The client's own `x-request-id`, for log lines; "": it has none that a log may have."""
 
 
 class JsonLines(logging.Formatter):
-    """Format time, level, event, request id, client and the fields of `extra={"fields": {…}}` as JSON."""
+    """Format time, level, event, ids of the request, client and the fields of `extra={"fields": {…}}` as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -26,6 +29,10 @@ class JsonLines(logging.Formatter):
         }
         if number := request_id.get():
             line["id"] = number
+        if (trace := trace_id()) is not None:
+            line["trace_id"] = trace
+        if theirs := client_request_id.get():
+            line["client_request_id"] = theirs
         if client := caller.get().name:
             line["client"] = client
         line |= getattr(record, "fields", {})

@@ -82,10 +82,16 @@ class LoopRunner(Runner):
                     self._audits -= job.audit
 
     async def relay(
-        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any] | None,
+        whole: bool,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
-            async with aclosing(self._backend.relay(path, body, headers, fields, whole)) as pieces:
+            async with aclosing(self._backend.relay(method, path, body, headers, fields, whole)) as pieces:
                 with self._engine.in_flight():
                     async for piece in pieces:
                         yield piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -12,15 +13,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parse_infer.backends.pool.origin import REQUEST_ID, TRACE, origin
+from parse_infer.backends.pool.origin import REQUEST_ID, SESSION_ID, TRACE, origin
 from parse_infer.serve.api_keys import ANYONE, ApiKeys, Caller, caller
 from parse_infer.serve.errors import ApiError, failure
-from parse_infer.serve.logs import request_id
+from parse_infer.serve.logs import client_request_id, request_id
 from parse_infer.serve.metrics import Metrics
 from parse_infer.serve.response import GONE
 
 log = logging.getLogger("parse_infer.serve")
 OPEN = ("/", "/page.js", "/page.css", "/health", "/ready")  # paths that need no key
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_SESSION = re.compile(r"[!-~]{1,256}")
 _DISCARDED = 64 << 20  # largest number of bytes read of an oversized body before the connection is dropped
 
 
@@ -65,9 +69,10 @@ class RequestMiddleware:
 
         try:
             headers = Headers(scope=scope)
-            origin.set({REQUEST_ID: number, **self._trace(headers)})
+            origin.set({REQUEST_ID: number, **self._trace(headers), **_session(headers)})
+            client_request_id.set(own if _ID.fullmatch(own := headers.get(REQUEST_ID, "")) else "")
             if not self._authorized(scope["path"], headers):
-                message = "this server needs an API key in the header Authorization: Bearer …"
+                message = "this server needs an API key in the header Authorization: Bearer …, or in x-api-key"
                 wrong = ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
                 await wrong.response()(scope, receive, numbered)
             elif _content_length(headers) > self._body_bytes:
@@ -86,8 +91,8 @@ class RequestMiddleware:
             self._metrics.requests.labels(path, status).inc()
             self._metrics.request_s.labels(path).observe(seconds)
             fields: Mapping[str, Any] = {
-                "method": method[:20],
-                "path": scope["path"][:200],
+                "method": method if method in _METHODS else "other",
+                "path": path,  # the route's: the client's own may be any text
                 "status": status,
                 "seconds": round(seconds, 4),
             }
@@ -103,7 +108,8 @@ class RequestMiddleware:
         client: Caller | None = ANYONE
         if self._keys.required and path not in OPEN:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            client = self._keys.caller_of(key.strip()) if kind.lower() == "bearer" else None
+            given = (key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's SDK
+            client = next(filter(None, map(self._keys.caller_of, filter(None, given))), None)
         caller.set(client or ANYONE)
         return client is not None
 
@@ -123,7 +129,13 @@ class RequestMiddleware:
         return measured
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than the allowed {self._body_bytes} bytes", "body_too_large")
+        message = f"the body has more than {self._body_bytes} bytes, the limit of this server's option --max-body-mb"
+        return ApiError(413, message, "body_too_large")
+
+
+def _session(headers: Headers) -> Mapping[str, str]:
+    own = headers.get(SESSION_ID, "")
+    return {SESSION_ID: own} if _SESSION.fullmatch(own) else {}
 
 
 def _content_length(headers: Headers) -> int:

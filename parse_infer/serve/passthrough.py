@@ -1,6 +1,7 @@
 """Pass-through: requests that a draft cannot speed up go to the target's own server, as bytes.
 
-Routes that PARSE does not have are the target's too: `OTHER` below `/v1`, without those that change the server.
+Routes that PARSE does not have are the target's too: `OTHER`, without those for LoRAs. Engines have the routes that
+control a server outside `/v1`, so there all others are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Send
 
 from parse_infer.backends.pool.origin import REQUEST_ID
@@ -32,10 +34,11 @@ from parse_infer.serve.runner import Runner
 from parse_infer.serve.span_attributes import request_attributes
 
 log = logging.getLogger("parse_infer.serve")
-OTHER = "/v1/{path:path}"
-_PATH = re.compile(r"/v1(/\w[\w.-]*)+", re.ASCII)  # no "..", which would lead out of /v1
-_CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_HEADERS = ("accept", "content-type")
+OTHER = ("/v1/{path:path}", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/pooling", "/classify")
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_PATH = re.compile(r"(/\w[\w.-]*)+", re.ASCII)  # no "..", which would lead out of /v1
+_LORA = "lora_adapter"  # in the paths that load and unload one
+_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta")
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -50,6 +53,7 @@ class PassedRequest:
             which nobody but us has written.
     """
 
+    method: str
     path: str
     body: bytes
     headers: Mapping[str, str]
@@ -59,8 +63,8 @@ class PassedRequest:
     @classmethod
     async def of(cls, request: Request, fields: Mapping[str, Any] | None, because: str) -> PassedRequest:
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
-        path = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
-        return cls(path, await request.body(), headers, fields, because)
+        path = f"{request.scope['path']}?{request.url.query}" if request.url.query else request.scope["path"]
+        return cls(request.method, path, await request.body(), headers, fields, because)
 
     @property
     def model(self) -> object:
@@ -116,12 +120,15 @@ def passing_route(relay: Callable[[PassedRequest], Response]) -> type[ReadingRou
 async def other_request(request: Request) -> PassedRequest:
     """Return a request for a route that only the target's server may have.
 
-    Raises HTTPException where the route would change that server, and ApiError where the JSON is no object.
+    Raises HTTPException where the route would change that server or PARSE has it for other methods, and ApiError where
+    the JSON is no object.
     """
-    path = request.url.path
-    if path in _CHANGING or not _PATH.fullmatch(path):
+    path = request.scope["path"]
+    if _LORA in path or not _PATH.fullmatch(path):
         raise HTTPException(404)
-    if "json" not in request.headers.get("content-type", "application/json"):
+    if any(route.matches(request.scope)[0] is Match.PARTIAL for route in request.app.routes):
+        raise HTTPException(405)
+    if not await request.body() or "json" not in request.headers.get("content-type", "application/json"):
         return await PassedRequest.of(request, None, "path")
     try:
         fields = await request.json()
@@ -148,9 +155,9 @@ async def pass_through(
     try:
         async with queue.place(request.answers, relayed=True):
             with api_errors():
-                whole, content = not request.streams, (request.body, request.headers, request.fields)
+                sent = request.method, request.path, request.body, request.headers, request.fields
                 async with queue.seat(request.answers, relayed=True):
-                    await response.write(runner.relay(request.path, *content, whole=whole))
+                    await response.write(runner.relay(*sent, whole=not request.streams))
             metrics.relayed.inc(request.answers)
             metrics.count_client(request.answers)
             fields = {

@@ -185,7 +185,13 @@ class Runner(ABC):
         }
 
     def relay(
-        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any] | None,
+        whole: bool,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to the target's server, if the runner `relays`.
 

@@ -11,10 +11,23 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
-from opentelemetry.trace import get_current_span
+from opentelemetry.trace import Span, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 QUIET = "health,metrics"  # polled every few seconds
+
+
+_TEXTS = {
+    *("http.url", "http.target", "http.server_name", "http.host", "http.user_agent"),
+    *("url.path", "url.query", "url.full", "user_agent.original"),
+}
+
+
+def _hide_texts(span: Span, scope: Mapping[str, Any]) -> None:
+    """Replace the attributes that a client has written by the route, which `http.route` has too."""
+    attributes = getattr(span, "attributes", None) or {}
+    route = attributes.get("http.route", "other")
+    span.set_attributes({name: route for name in _TEXTS & attributes.keys()})
 
 
 class Traces:
@@ -32,7 +45,11 @@ class Traces:
 
     def watch(self, app: FastAPI) -> None:
         FastAPIInstrumentor.instrument_app(
-            app, tracer_provider=self._provider, excluded_urls=QUIET, exclude_spans=["receive", "send"]
+            app,
+            tracer_provider=self._provider,
+            excluded_urls=QUIET,
+            exclude_spans=["receive", "send"],
+            server_request_hook=_hide_texts,
         )
 
     def note(self, fields: Mapping[str, Any]) -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from parse_infer.text.prompts import Chat, RenderedPrompt, Verbatim
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Hashes of parts of a chat.
+    """Hashes of a chat's beginnings.
 
     Attributes:
         begin: of the messages up to the first one of the user, which all turns share.
-        before: of the messages without the last two, which are those of the turn before; None in the first turn.
-        now: of all messages.
+        turns: of the first message, of the first two, …, of all messages. One of them is the turn before.
     """
 
     begin: str
-    before: str | None
-    now: str
+    turns: tuple[str, ...]
 
     @classmethod
     def of(cls, prompt: RenderedPrompt) -> Conversation | None:
@@ -30,11 +30,15 @@ class Conversation:
         own = prompt.prompt
         if isinstance(own, str | Verbatim):
             return None
-        messages = [dict(message) for message in (own.messages if isinstance(own, Chat) else own)]
-        users = [n for n, message in enumerate(messages, 1) if message.get("role") == "user"]
-        before = _hash(messages[:-2]) if len(users) > 1 else None
-        return cls(_hash(messages[: users[0] if users else None]), before, _hash(messages))
+        return cls.of_messages(own.messages if isinstance(own, Chat) else own)
 
-
-def _hash(messages: Sequence[object]) -> str:
-    return hashlib.blake2b(json.dumps(messages, default=str).encode(), digest_size=16).hexdigest()
+    @classmethod
+    def of_messages(cls, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        """Return the conversation of at least one message. Raises RecursionError for one that is nested too deeply."""
+        beginning, turns = hashlib.blake2b(digest_size=16), list[str]()
+        for message in messages:
+            fields = ((str(name), value) for name, value in message.items() if value is not None)
+            beginning.update(json.dumps(sorted(fields, key=itemgetter(0)), default=str).encode())
+            turns.append(beginning.hexdigest())
+        users = (turn for turn, message in zip(turns, messages, strict=True) if message.get("role") == "user")
+        return cls(next(users, turns[-1]), tuple(turns))

@@ -1,9 +1,9 @@
 """Choice of the replica for each attempt: healthy, with a closed circuit, least busy.
 
-A conversation stays where its last turn was, whose prefix cache has its earlier turns, unless that replica has
-`_SLACK` times its share of the requests. A conversation that this process does not know goes to the first replica in
-its own order of them that has less than its share (rendezvous hashing with bounded loads, arXiv 1608.01350). So
-several processes agree, unless a replica is full.
+A session stays where its last request was, whose prefix cache has its beginning, unless that replica has `_SLACK`
+times its share of the requests. A session that this process does not know goes to the first replica in its own order
+of them that has less than its share (rendezvous hashing with bounded loads, arXiv 1608.01350). So several processes
+agree, unless a replica is full.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.retries import FailedAttempts, Failing, Lease, Unavailable
-from parse_infer.text.conversation import Conversation
+from parse_infer.backends.pool.sessions import Session
 
 _PULSE_S = 0.5
 _SLACK = 2
-_REMEMBERED = 1 << 16  # turns
+_REMEMBERED = 1 << 16  # sessions
 
 
 class Balancer:
@@ -45,27 +45,29 @@ class Balancer:
         self._clock, self._choose = clock, choose
         self._places: OrderedDict[str, Replica] = OrderedDict()
 
-    def first(self, home: int | None, conversation: Conversation | None = None) -> Replica:
+    def first(self, home: int | None, session: Session | None = None) -> Replica:
         """Return a replica for a new answer: the one with index `home`, modulo their number; None: any."""
         if home is not None:
             return self._members[home % len(self._members)]
         servers = self._usable() or self._members
-        if conversation is None:
+        if session is None or not session.returns:
             return self._least_busy(servers)
         share = math.ceil((1 + sum(server.busy for server in servers)) / len(servers))
-        last = self._places.get(conversation.before or "")
+        last = self._places.get(session.id)
         if last is not None and last in servers and last.busy < _SLACK * share:
             return last
 
         def place(server: Replica) -> bytes:
-            return hashlib.blake2b(f"{conversation.begin} {server.url}".encode()).digest()
+            return hashlib.blake2b(f"{session.id} {server.url}".encode()).digest()
 
         return min((server for server in servers if server.busy < share), key=place)
 
-    def remember(self, conversation: Conversation, server: Replica) -> None:
-        """Note where a turn was answered."""
-        self._places[conversation.now] = server
-        self._places.move_to_end(conversation.now)
+    def remember(self, session: Session, server: Replica) -> None:
+        """Note where a request of a session that returns was answered."""
+        if not session.returns:
+            return
+        self._places[session.id] = server
+        self._places.move_to_end(session.id)
         if len(self._places) > _REMEMBERED:
             self._places.popitem(last=False)
 

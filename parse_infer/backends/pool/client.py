@@ -6,10 +6,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic_core import from_json, to_json
@@ -168,20 +168,24 @@ class Client:
         raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
     async def passed(
-        self, url: str, body: bytes, headers: Mapping[str, str], whole: bool
+        self, method: str, server: str, path: str, body: bytes, headers: Mapping[str, str], whole: bool
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Send a body as it is; yield the head of the response, then the pieces of its body unchanged.
+        """Send a request as it is; yield the head of the response, then the pieces of its body unchanged.
 
         A rejection of the request is a response too. Raises TransientServerError for failures of the server, and
         RequestRejected where the server rejects our key or address.
 
         Args:
+            path: below the server's address, with the query.
             headers: of the request, in lower case; without `content-type` the body is JSON.
-            whole: read the whole body before the head is yielded, so that a response cut off can be retried.
+            whole: read a body that is no event stream before the head is yielded, so that a response cut off can be
+                retried.
         """
-        async with self._answer("POST", url, body, headers) as response:
+        ours = path.partition("?")[0] in _ROUTES
+        passes = partial(_concerns_request, every_server_has_route=ours)
+        async with self._answer(method, f"{server}{path}", body, headers, passes) as response:
             head = ResponseHead.of(response.status, response.raw_headers)
-            if whole:
+            if whole and not head.is_event_stream:
                 content = await response.read()
                 yield head
                 yield content
@@ -205,6 +209,7 @@ class Client:
         url: str,
         body: dict[str, Any] | bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        passes: Callable[[int], bool] = lambda status: False,
     ) -> _Response:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
@@ -214,13 +219,15 @@ class Client:
                 connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
             )
             self._loop = loop
-        return _Response(self._session, method, url, body, headers or {}, self._key_hint)
+        return _Response(self._session, method, url, body, headers or {}, passes, self._key_hint)
 
 
 class _Response:
     """`async with` context of a response; connection errors become `TransientServerError`.
 
-    The response is successful, or rejects the request itself if the body is given as bytes.
+    Args:
+        body: None or empty: there is none.
+        passes: whether a response without success is returned too, by its status.
     """
 
     def __init__(
@@ -230,19 +237,27 @@ class _Response:
         url: str,
         body: dict[str, Any] | bytes | None,
         headers: Mapping[str, str],
+        passes: Callable[[int], bool],
         key_hint: str,
     ) -> None:
-        data = to_json(body) if isinstance(body, dict) else body
-        self._passed, self._ours = isinstance(body, bytes), urlsplit(url).path.endswith(_ROUTES)
-        own = {} if body is None else {"content-type": "application/json", **origin_headers()}
-        self._request = session.request(method, url, data=data, headers=own | {**headers}, allow_redirects=False)
-        self._url, self._key_hint = url, key_hint
+        data = (to_json(body) if isinstance(body, dict) else body) or None
+        own = {} if data is None else {"content-type": "application/json"}
+        own |= {} if body is None else origin_headers()
+        self._request = session.request(
+            method,
+            url,
+            data=data,
+            headers=own | {**headers},
+            skip_auto_headers=("Content-Type",),  # of a request without a body
+            allow_redirects=False,
+        )
+        self._url, self._passes, self._key_hint = url, passes, key_hint
         self._response: aiohttp.ClientResponse | None = None
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             self._response = response = await self._request
-            if 200 <= response.status < 300 or (self._passed and _concerns_request(response.status, self._ours)):
+            if 200 <= response.status < 300 or self._passes(response.status):
                 return response
             body = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -25,9 +25,9 @@ from parse_infer.backends.pool.observer import PoolObserver
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import TRIAL_SILENCE_S, Attempt, FailedAttempts, Lease, headers_of
 from parse_infer.backends.pool.server_load import ServerLoad
+from parse_infer.backends.pool.sessions import Session
 from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.errors import ServerError
-from parse_infer.text.conversation import Conversation
 
 T = TypeVar("T")
 log = logging.getLogger("parse_infer.backends")
@@ -124,23 +124,23 @@ class ReplicaPool:
 
     @contextmanager
     def acquire(
-        self, optional: bool = False, home: int | None = None, conversation: Conversation | None = None
+        self, optional: bool = False, home: int | None = None, session: Session | None = None
     ) -> Iterator[Lease]:
         """Lease a replica for all requests of one answer.
 
         Args:
             optional: see `Lease`.
             home: index of the replica, modulo their number. Answers with a common prefix share the index.
-            conversation: of the prompt, so that a turn finds the cache of earlier ones; None: any of the least busy
-                replicas.
+            session: of the answer, so that it finds the cache of earlier ones; None, or one that never returns: any
+                of the least busy replicas.
         """
-        lease = Lease(self._balancer.first(home, conversation), optional, conversation)
+        lease = Lease(self._balancer.first(home, session), optional, session)
         try:
             yield lease
         finally:
             lease.server.busy -= 1
-            if conversation is not None:
-                self._balancer.remember(conversation, lease.server)
+            if session is not None:
+                self._balancer.remember(session, lease.server)
 
     async def ask(
         self,
@@ -254,17 +254,19 @@ class ReplicaPool:
         raise self._balancer.failing(tried)
 
     async def passed(
-        self, path: str, body: bytes, headers: Mapping[str, str], whole: bool
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], whole: bool, lease: Lease
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
         Raises as `ask` does. A response that has begun is not retried.
         """
-        begun, tried = False, self._no_attempts(None)
+        headers = {**headers, **headers_of(lease)}
+        begun, tried = False, self._no_attempts(lease)
         while tried.left and not begun:
-            server = await self._server(None, tried)
+            server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
-                async with aclosing(self._client.passed(f"{server.url}{path}", body, headers, whole)) as pieces:
+                passed = self._client.passed(method, server.url, path, body, headers, whole)
+                async with aclosing(passed) as pieces:
                     while (piece := await self._next(attempt, pieces, None)) is not None:
                         attempt.answered = begun = True
                         if isinstance(piece, ResponseHead) and piece.status >= 400:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from parse_infer.backends.pool.circuit import Begun
 from parse_infer.backends.pool.health import Replica
-from parse_infer.text.conversation import Conversation
+from parse_infer.backends.pool.origin import SESSION_ID
+from parse_infer.backends.pool.sessions import Session
 
 TRIAL_SILENCE_S = 2.0
 _LONGEST_BACK_OFF_S = 30.0
@@ -31,14 +32,14 @@ class Lease:
 
     Attributes:
         optional: the answer can do without these requests, so they wait for no server, and each gets one try.
-        conversation: of the prompt; None: it has none.
+        session: of the answer; None: it has none.
         cache_salt: of the answer's own prefix cache; None: it shares the server's.
     """
 
-    def __init__(self, server: Replica, optional: bool = False, conversation: Conversation | None = None) -> None:
+    def __init__(self, server: Replica, optional: bool = False, session: Session | None = None) -> None:
         self.server = server
         self.optional = optional
-        self.conversation = conversation
+        self.session = session
         self.cache_salt: str | None = None
         server.busy += 1
 
@@ -49,8 +50,8 @@ class Lease:
 
 
 def headers_of(lease: Lease | None) -> dict[str, str]:
-    """Headers of an answer's requests, by which a router in front of the servers can keep a conversation together."""
-    return {} if lease is None or lease.conversation is None else {"x-session-id": lease.conversation.begin}
+    """Headers of an answer's requests, by which a router in front of the servers can keep a session together."""
+    return {} if lease is None or lease.session is None else {SESSION_ID: lease.session.id}
 
 
 class Attempt:

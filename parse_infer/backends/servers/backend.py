@@ -20,6 +20,7 @@ from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
+from parse_infer.backends.pool.sessions import Sessions
 from parse_infer.backends.servers.logprob_reads import LogprobReads
 from parse_infer.backends.servers.options import PARALLEL
 from parse_infer.backends.servers.pair import Drafts, ServerModelPair, source_kind
@@ -73,6 +74,7 @@ class ServerBackend:
         self._shares_tokens = self.draft is not None and share_tokens(self.draft, self.target)
         self._text_api: TextApi | None = None  # of the draft servers; None: they take and return token ids
         self._lengths: defaultdict[int, BlockLength] = defaultdict(BlockLength)  # by `Plan.measured_as`
+        self._sessions = Sessions()
         self._runner = asyncio.Runner()
         self._one = threading.Lock()  # of the threads that use the loop
 
@@ -197,10 +199,10 @@ class ServerBackend:
     async def with_draft(
         self, request: Request, plan: Plan, source: Drafts, wrap: PairWrapper | None
     ) -> AsyncGenerator[Event, None]:
-        conversation = Conversation.of(request.prompt)
+        session = self._sessions.of_prompt(request.prompt)
         with (
-            self._target.servers.acquire(conversation=conversation) as at,
-            source[0].acquire(plan.falls_back, conversation=conversation)
+            self._target.servers.acquire(session=session) as at,
+            source[0].acquire(plan.falls_back, session=session)
             if isinstance(source, tuple)
             else nullcontext() as draft_at,
         ):
@@ -219,7 +221,7 @@ class ServerBackend:
                     await pair.close()
 
     async def alone(self, request: Request, speculate: bool, streamed: bool) -> AsyncGenerator[Event, None]:
-        with self._target.servers.acquire(conversation=Conversation.of(request.prompt)) as at:
+        with self._target.servers.acquire(session=self._sessions.of_prompt(request.prompt)) as at:
             async with aclosing(self._target.written(request, at, streamed)) as tokens:
                 async for token in tokens:
                     request.count_forwards(target=1)
@@ -243,32 +245,45 @@ class ServerBackend:
                 return await self._target.read(context, draft, cuts, Carried(), (), at)
             return await self._target.ask(context, draft, cuts, at)
 
-    def relay(
-        self, path: str, body: bytes, headers: Mapping[str, str], fields: Mapping[str, Any] | None, whole: bool
+    async def relay(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        fields: Mapping[str, Any] | None,
+        whole: bool,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
         The body's bytes are changed only where the target's server must find another model name, no `parse`, or
-        this engine's options of the chat template.
+        this engine's options of the chat template. A chat goes where its turn before went.
 
         Args:
             headers: those of the request to pass on, in lower case.
             fields: the JSON object in `body`; None: another content, which is passed on as it is.
-            whole: read the response before the head is yielded, so that it can be retried.
+            whole: read a response that is no event stream before the head is yielded, so that it can be retried.
 
         Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
         servers = self._target.servers
-        if fields is None:
-            return servers.passed(path, body, headers, whole)
-        sent = {name: value for name, value in fields.items() if name != "parse"} | {"model": servers.model}
+        try:
+            sent = body if fields is None else self._passed_body(body, fields)
+            session = self._sessions.of(None if fields is None else _conversation(fields))
+        except RecursionError as error:
+            raise RequestRejected("the body is nested too deeply", status=400) from error
+        with servers.acquire(session=session) as lease:
+            async with aclosing(servers.passed(method, path, sent, headers, whole, lease)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    def _passed_body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        own_name = {"model": self._target.servers.model}
+        sent = {name: value for name, value in fields.items() if name != "parse"} | own_name
         own = fields.get("chat_template_kwargs") or {}
         if self.target.template_options and "messages" in fields and isinstance(own, Mapping):
             sent["chat_template_kwargs"] = {**self.target.template_options, **own}
-        try:
-            return servers.passed(path, body if sent == fields else json.dumps(sent).encode(), headers, whole)
-        except RecursionError as error:
-            raise RequestRejected("the body is nested too deeply", status=400) from error
+        return body if sent == fields else json.dumps(sent).encode()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this backend's event loop. Other threads wait.
@@ -338,6 +353,14 @@ class ServerBackend:
         finally:
             if self.processes is not None:
                 self.processes.stop()
+
+
+def _conversation(fields: Mapping[str, Any]) -> Conversation | None:
+    """The conversation of a body: of chats, of `/v1/messages`, or of `/v1/responses` with a list of items."""
+    messages = fields.get("messages", fields.get("input"))
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        return None
+    return Conversation.of_messages(messages)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -78,7 +78,7 @@ class InProcessDraft:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def acquire(self, optional: bool = False, conversation: object = None) -> Iterator[None]:
+    def acquire(self, optional: bool = False, session: object = None) -> Iterator[None]:
         """Do nothing; the counterpart of `ReplicaPool.acquire`."""
         yield
 

@@ -63,7 +63,9 @@ def serve(
     trace: Annotated[
         bool, typer.Option("--trace", help="Send OpenTelemetry spans to OTEL_EXPORTER_OTLP_ENDPOINT.")
     ] = False,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, in MB.")] = 4.0,
+    max_body_mb: Annotated[
+        float, typer.Option(min=0.001, help="Largest request body, in MB; raise it for images.")
+    ] = 4.0,
     workers: Annotated[
         int,
         typer.Option(

@@ -56,10 +56,11 @@ class FakeServer:
         metrics: the text of /metrics; None: there is no such path.
         clients: the ports from which requests came, in order.
         given_keys: the `Authorization` of each request, or None.
-        canned: response to every POST: status, headers, and pieces of the body; the connection breaks at None.
-        sessions: the header `x-session-id` of each completion.
+        canned: response to every request but the GETs of the handshake: status, headers, and pieces of the body; the
+            connection breaks at None.
+        sessions: the header `x-session-id` of each completion and chat.
         headers: of each POST, their names in lower case.
-        received, heads: bodies, and paths with headers, of the requests with such a response.
+        received, heads, methods: bodies, paths with headers, and methods of the requests with such a response.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
@@ -94,6 +95,7 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self.received: list[bytes] = []
         self.heads: list[tuple[str, dict[str, str]]] = []
+        self.methods: list[str] = []
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -182,6 +184,7 @@ class FakeServer:
         self, request: web.Request, status: int, headers: dict[str, str], pieces: list[bytes | None]
     ) -> web.StreamResponse:
         self.received.append(await request.read())
+        self.methods.append(request.method)
         self.heads.append((request.path_qs, {name.lower(): value for name, value in request.headers.items()}))
         response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
@@ -203,6 +206,7 @@ class FakeServer:
         """
         body = await request.json()
         self.bodies.append(body)
+        self.sessions.append(request.headers.get("x-session-id"))
         fault = self.faults.popleft() if self.faults else None
         if fault == "500":
             return _error(500, "the engine is dead")
@@ -370,7 +374,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
             server.headers.append({name.lower(): value for name, value in request.headers.items()})
         if request.path.startswith("/v1/") and server.key and given != f"Bearer {server.key}":
             return web.json_response({"error": "Unauthorized"}, status=server.refusal)  # as vLLM says it
-        if server.canned is not None and request.method == "POST":
+        if server.canned is not None and request.path not in ("/health", "/metrics", "/v1/models"):
             return await server.send_canned(request, *server.canned)
         return await handler(request)
 

@@ -7,20 +7,26 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack
 from math import ceil
 from random import Random
+from typing import Any
 
 import httpx
 import pytest
 
 from parse_infer.backends.pool import health
+from parse_infer.backends.pool import sessions as sessions_module
 from parse_infer.backends.pool.client import Client
 from parse_infer.backends.pool.replicas import ReplicaPool
+from parse_infer.backends.pool.sessions import Session, Sessions
+from parse_infer.backends.servers.dialects.dialect import COMPLETIONS
 from parse_infer.serve.loop_runner import LoopRunner
 from parse_infer.text.conversation import Conversation
 from parse_infer.text.prompts import Chat, RenderedPrompt, Verbatim
 from tests.parse_infer.serve.conftest import running
 
 URLS = [f"http://replica-{n}:8000" for n in range(4)]
+CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "weigh"}}]
 
 
 def user(text: str) -> dict[str, str]:
@@ -41,9 +47,11 @@ def test_a_turn_names_the_turn_before():
     first = [SYSTEM, user("2 + 2?")]
     second = [*first, assistant("4"), user("And 3 + 3?")]
     turns = [conversation(*first), conversation(*second), conversation(*second, assistant("6"), user("Thanks."))]
-    assert len({turn.begin for turn in turns}) == 1 and len({turn.now for turn in turns}) == 3
-    assert [turn.before for turn in turns] == [None, turns[0].now, turns[1].now]
+    assert {turn.begin for turn in turns} == {turns[0].turns[-1]}
+    assert turns[1].turns[:2] == turns[0].turns and turns[2].turns[:4] == turns[1].turns
     assert conversation(SYSTEM, user("3 + 3?")).begin != turns[0].begin
+    passed = [dict(reversed(message.items())) | {"name": None} for message in second]
+    assert Conversation.of_messages(passed) == turns[1], "also as a client wrote it"
     assert Conversation.of(RenderedPrompt(Chat(second, {}))) == turns[1]
     assert Conversation.of(RenderedPrompt("2 + 2?")) is Conversation.of(RenderedPrompt(Verbatim("2 + 2?"))) is None
 
@@ -55,15 +63,62 @@ def pool(urls: list[str] = URLS) -> ReplicaPool:
     return servers
 
 
-def place(servers: ReplicaPool, of: Conversation) -> str:
-    with servers.acquire(conversation=of) as lease:
+def place(servers: ReplicaPool, session: Session) -> str:
+    with servers.acquire(session=session) as lease:
         return lease.server.url
+
+
+def test_chats_that_only_begin_alike_are_different_sessions():
+    """A router that keeps a session together would send all of them to one replica."""
+    sessions = Sessions()
+
+    def ids(*chats: list[dict[str, str]]) -> list[str]:
+        return [sessions.of(conversation(*chat)).id for chat in chats]
+
+    examples = [user("example"), assistant("answer")]
+    questions = [[*examples, user(f"{n}")] for n in range(9)]
+    first = ids(*questions)
+    assert len(set(first)) == 9 and first[0] == conversation(*questions[0]).begin
+    tools = [assistant("two calls"), {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    called = [[*question, *tools] for question in questions]
+    assert ids(*called) == first, "a turn of more than two messages"
+    assert ids(*[[*turn, assistant("so"), user("Why?")] for turn in called]) == first
+    openings = ids(*[[SYSTEM, user("Hi")]] * 9)
+    assert len(set(openings)) == 9
+    replied = [[SYSTEM, user("Hi"), assistant(f"Hello {n}"), user("Who?")] for n in range(9)]
+    second = ids(*replied)
+    assert sorted(second) == sorted(openings), "only the first turn is in all of them"
+    assert ids(*[[*turn, assistant("PARSE"), user("Why?")] for turn in replied]) == second
+
+
+def test_a_conversation_keeps_its_session_wherever_its_turns_go():
+    chat, processes = [SYSTEM, user("Hi")], [Sessions() for _ in range(3)]
+    for turn in range(12):
+        assert processes[turn % 3].of(conversation(*chat)).id == conversation(*chat).begin, f"turn {turn}"
+        chat += [assistant(f"{turn}"), user("And then?")]
+
+
+def test_a_prompt_without_a_chat_has_a_session_of_its_own():
+    sessions, prompts = Sessions(), [RenderedPrompt("2 + 2?") for _ in range(2)]
+    found = [sessions.of_prompt(prompt) for prompt in prompts * 2]
+    assert found[:2] == found[2:] and found[0].id != found[1].id and not any(one.returns for one in found)
+    chat = RenderedPrompt([user("2 + 2?")])
+    assert sessions.of_prompt(chat) == sessions.of_prompt(chat), "n answers"
+
+
+def test_sessions_are_forgotten(monkeypatch):
+    monkeypatch.setattr(sessions_module, "_REMEMBERED", 8)
+    sessions = Sessions()
+    for n in range(100):
+        sessions.of(conversation(user(f"{n}")))
+        sessions.of(conversation(user("Hi")))
+    assert len(sessions._ids) == 8 and max(map(len, sessions._ids.values())) == sessions_module._ALIKE
 
 
 @pytest.mark.parametrize("clients", [4, 16, 64])
 def test_turns_find_their_prefix(clients):
     """600 conversations of six turns; each client waits for an answer, thinks, and asks again."""
-    servers, random = pool(), Random(0)
+    servers, sessions, random = pool(), Sessions(), Random(0)
     cached: dict[int, Counter[str]] = defaultdict(Counter)
     waiting = [(random.expovariate(1), n) for n in range(clients)]
     running: list[tuple[float, int, ExitStack]] = []
@@ -76,7 +131,7 @@ def test_turns_find_their_prefix(clients):
             chat = chats.setdefault(number, [SYSTEM])
             chat.append(user(f"question {number} {len(chat)}"))
             held = ExitStack()
-            lease = held.enter_context(servers.acquire(conversation=conversation(*chat)))
+            lease = held.enter_context(servers.acquire(session=sessions.of(conversation(*chat))))
             assert lease.server.busy <= 2 * ceil(sum(server.busy for server in servers.members) / len(URLS))
             lengths[number] = lengths.get(number, 0) + random.randint(20, 300)
             if len(chat) > 2:
@@ -99,7 +154,9 @@ def test_turns_find_their_prefix(clients):
 
 
 def test_processes_agree_on_a_conversation_that_they_do_not_know():
-    turn = [conversation(user(f"question {n}"), assistant("a"), user("b")) for n in range(200)]
+    chats = [conversation(user(f"question {n}"), assistant("a"), user("b")) for n in range(200)]
+    turn = [Sessions().of(chat) for chat in chats]
+    assert [Sessions().of(chat) for chat in chats] == turn
     places = [place(pool(), each) for each in turn]
     assert [place(pool(URLS[::-1]), each) for each in turn] == places
     assert min(Counter(places).values()) > 30
@@ -109,9 +166,9 @@ def test_processes_agree_on_a_conversation_that_they_do_not_know():
 
 
 def test_a_busy_or_unhealthy_replica_is_left():
-    servers, first = pool(), conversation(user("a"))
-    home = place(servers, first)
-    second = conversation(user("a"), assistant("b"), user("c"))
+    servers, sessions = pool(), Sessions()
+    home = place(servers, sessions.of(conversation(user("a"))))
+    second = sessions.of(conversation(user("a"), assistant("b"), user("c")))
     assert place(servers, second) == home
     server = next(one for one in servers.members if one.url == home)
     server.busy = 4
@@ -121,14 +178,10 @@ def test_a_busy_or_unhealthy_replica_is_left():
 
 
 def test_questions_with_the_same_examples_are_spread():
-    servers, examples = pool(), [user("example"), assistant("answer")]
+    servers, sessions, examples = pool(), Sessions(), [user("example"), assistant("answer")]
     with ExitStack() as held:
-        urls = [
-            held.enter_context(
-                servers.acquire(conversation=conversation(*examples, user(f"{n}")))
-            ).server.url
-            for n in range(8)
-        ]  # fmt: skip
+        found = [sessions.of(conversation(*examples, user(f"{n}"))) for n in range(8)]
+        urls = [held.enter_context(servers.acquire(session=session)).server.url for session in found]
     assert set(Counter(urls).values()) == {2}
 
 
@@ -154,11 +207,67 @@ def test_a_server_is_ready_while_a_target_is_healthy(engine, connect, monkeypatc
 def test_turns_over_servers_go_to_one_replica(engine, connect):
     coordinator, targets, _ = connect(engine, n_targets=3)
     with running(LoopRunner(coordinator), engine) as served:
+        for target in targets:
+            target.sessions.clear()  # of the handshake
         messages, homes = [user("How heavy are 5 apples?")], []
-        for _ in range(4):
+        for turn in range(5):
             before = [len(target.bodies) for target in targets]
-            reply = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 6}).json()
+            body = {"messages": messages, "max_tokens": 6}
+            body |= {"tools": TOOLS, "tool_choice": "required"} if turn == 4 else {}  # which is passed through
+            reply = served.post(CHAT, body).json()
             homes.append([n for n, target in enumerate(targets) if len(target.bodies) > before[n]])
             messages += [reply["choices"][0]["message"], user("And 6?")]
-    assert len(homes[0]) == 1 and homes == homes[:1] * 4
-    assert len({session for target in targets for session in target.sessions} - {None}) == 1
+    assert len(homes[0]) == 1 and homes == homes[:1] * 5
+    assert len({session for target in targets for session in target.sessions}) == 1
+
+
+def test_all_requests_of_an_answer_have_one_session(engine, connect):
+    coordinator, targets, draft = connect(engine)
+    with running(LoopRunner(coordinator), engine) as served:
+        found = []
+        for path, body in ((COMPLETIONS, {"prompt": "5 apples"}), (CHAT, {"messages": [user("5 apples?")]})) * 2:
+            for server in (*targets, draft):
+                server.sessions.clear()
+            assert served.post(path, body | {"max_tokens": 8, "parse": {"threshold": 0.5}}).status_code == 200
+            (session,) = {*targets[0].sessions, *draft.sessions}
+            found.append(session)
+    assert len(set(found)) == 4 and None not in found
+
+
+def called(n: int, calls: int) -> list[dict[str, Any]]:
+    """A turn of an agent whose model calls tools."""
+    ids = [f"call-{n}-{call}" for call in range(calls)]
+    calling = [{"id": id, "type": "function", "function": {"name": "weigh", "arguments": "{}"}} for id in ids]
+    results = [{"role": "tool", "content": f"{n} kg", "tool_call_id": id} for id in ids]
+    return [{"role": "assistant", "content": None, "tool_calls": calling}, *results]
+
+
+@pytest.mark.parametrize("messages", ["messages", "input"])
+def test_turns_with_tools_go_to_one_replica_too(engine, connect, messages):
+    coordinator, targets, _ = connect(engine, n_targets=3)
+    for target in targets:
+        target.canned = 200, {"Content-Type": "application/json"}, [b"{}"]
+    path = CHAT if messages == "messages" else "/v1/responses"
+    with running(LoopRunner(coordinator), engine) as served:
+        sessions = []
+        for agent in range(3):
+            chat: list[dict[str, Any]] = [SYSTEM, user("How heavy are 5 apples?")]  # the same for all agents
+            for turn in range(3):
+                for target in targets:
+                    target.headers.clear()
+                chat += called(agent, turn) if turn else []
+                assert "x-parse-because" in served.post(path, {messages: chat, "tools": TOOLS}).headers
+                ((n, headers),) = [(n, headers) for n, target in enumerate(targets) for headers in target.headers]
+                sessions.append((n, headers["x-session-id"]))
+    agents = [set(sessions[n : n + 3]) for n in (0, 3, 6)]
+    assert all(len(used) == 1 for used in agents) and len(set.union(*agents)) == 3
+
+
+def test_a_client_may_name_the_session(engine, connect):
+    coordinator, targets, _ = connect(engine, n_targets=3)
+    with running(LoopRunner(coordinator), engine) as served:
+        for n, own in enumerate(("mine-7", "mine-7", "other", "x" * 300)):
+            served.post(COMPLETIONS, {"prompt": f"{n} apples", "max_tokens": 2}, headers={"X-Session-ID": own})
+    used = [{session for session in target.sessions if session} for target in targets]
+    assert sum("mine-7" in sessions for sessions in used) == 1, "one replica"
+    assert len(set.union(*used)) == 3 and {"mine-7", "other"} < set.union(*used), "a name that is too long is not used"

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from parse_infer.serve import passthrough
 from parse_infer.serve.admission import Limits
+from parse_infer.serve.api_keys import ApiKeys
 from parse_infer.serve.loop_runner import LoopRunner
 from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.serve.conftest import running
@@ -120,6 +121,8 @@ def test_a_request_that_a_draft_cannot_answer_reaches_the_target_unchanged(canne
         ("/v1/responses?include=x", {"input": "2 + 2?", "stream": True}),
         ("/v1/messages", {"messages": USER, "max_tokens": 9}),
         ("/v1/audio/speech", {"input": "a", "voice": "b"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}),
     ],
 )
 def test_a_route_that_only_the_target_has_is_passed_through(engine, connect, path, fields):
@@ -137,6 +140,18 @@ def test_a_route_that_only_the_target_has_is_passed_through(engine, connect, pat
         assert served.post(path, {"model": "another"}).status_code == 404 and len(target.received) == 1
 
 
+def test_anthropics_headers_go_along_without_the_key(engine, connect):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b"{}"]
+    own = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    with running(LoopRunner(coordinator), engine, keys=ApiKeys("s3cret")) as served:
+        body = {"messages": USER, "max_tokens": 9}
+        assert served.post("/v1/messages", body, headers={**own, "x-api-key": "s3cret"}).status_code == 200
+        assert served.post("/v1/messages", body, headers=own).status_code == 401
+    ((_, headers),) = target.heads
+    assert {name: headers.get(name) for name in own} == own and "s3cret" not in headers.values()
+
+
 def test_a_body_without_json_is_passed_through(engine, connect):
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, KIND, [b'{"text": "a"}']
@@ -147,12 +162,73 @@ def test_a_body_without_json_is_passed_through(engine, connect):
         assert target.heads[0][1]["content-type"].startswith("multipart/form-data; boundary=")
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%2e%2e/sleep", "/sleep"])
-def test_no_route_that_changes_the_targets_server_is_passed_through(canned, path):
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/responses/resp_1?include=x", b""),
+        ("DELETE", "/v1/responses/resp_1", b""),
+        ("POST", "/v1/responses/resp_1/cancel", b""),
+        ("GET", "/v1/files", b""),
+        ("PUT", "/v1/files/a.b-1", b"\x00"),
+        ("PATCH", "/v1/files/1", b'{"a": 1}'),
+    ],
+)
+def test_every_method_is_passed_through(engine, connect, method, path, body):
+    coordinator, (target,), _ = connect(engine)
+    target.canned = 200, KIND, [b'{"id": "resp_1"}']
+    with running(LoopRunner(coordinator), engine) as served:
+        kind = {"content-type": "application/octet-stream" if body[:1] == b"\x00" else "application/json"}
+        sent = httpx.request(method, served.url + path, content=body, headers=kind if body else {}, timeout=60)
+        assert (sent.status_code, sent.content, sent.headers["x-parse-because"]) == (200, b'{"id": "resp_1"}', "path")
+    assert (target.methods, target.heads[0][0]) == ([method], path)
+    assert target.received == [body] or json.loads(target.received[0]) == {"a": 1, "model": target.names[0]}
+    assert target.heads[0][1].get("content-type") == (kind["content-type"] if body else None)
+
+
+def test_a_stream_by_get_comes_as_it_is_written(canned):
+    served, answer, _ = canned
+    answer(200, {"Content-Type": "text/event-stream"}, *[b"data: {}\n\n"] * 1000, pause=0.05)
+    with httpx.stream("GET", served.url + "/v1/responses/resp_1?stream=true") as response:
+        assert next(response.iter_raw()).startswith(b"data: {}") and served.queue.answers == 1
+    assert served.becomes_idle(5)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/lora_adapter/load", "/v1/%2e%2e/sleep"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_no_route_that_changes_the_targets_server_is_passed_through(canned, path, method):
     served, _, received = canned
-    response = send(served, path, b'{"lora_name": "x"}')
+    response = httpx.request(method, served.url + path, content=b'{"lora_name": "x"}', headers=KIND)
     assert (response.status_code, received) == (404, [])
     assert response.json()["error"]["code"] == "not_found"
+
+
+CONTROLS = (
+    # of vLLM 0.32
+    *("pause", "resume", "sleep", "wake_up", "update_weights", "init_weight_transfer_engine", "abort_requests"),
+    *("invocations", "reset_prefix_cache", "reset_mm_cache", "collective_rpc", "server_info", "scale_elastic_ep"),
+    *("load_lora_adapter", "start_profile", "stop_profile", "release_kv_cache_memory", "fault_tolerance/apply"),
+    # of SGLang
+    *("flush_cache", "update_weights_from_disk", "release_memory_occupation", "resume_memory_occupation"),
+    *("abort_request", "init_weights_update_group", "set_internal_state", "get_server_info", "freeze_gc"),
+)
+
+
+def test_no_control_of_a_server_is_passed_through(canned):
+    served, _, received = canned
+    with httpx.Client() as client:
+        for path in CONTROLS:
+            for method, prefix in (("GET", "/"), ("POST", "/"), ("POST", "/v1/%2e%2e/"), ("POST", "/v1//")):
+                assert client.request(method, served.url + prefix + path, headers=KIND).status_code == 404, path
+    assert not received
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("DELETE", "/v1/models/m"), ("POST", "/v1/models")])
+def test_a_route_of_ours_has_our_methods_only(canned, method, path):
+    served, _, received = canned
+    response = httpx.request(method, served.url + path, timeout=60)
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed") and not received
 
 
 def test_a_route_that_no_server_has_is_the_clients_mistake(canned):
@@ -163,6 +239,9 @@ def test_a_route_that_no_server_has_is_the_clients_mistake(canned):
         answer(status, KIND, b'{"detail": "Not Found"}')
         response = send(served, "/v1/nothing", b"{}")
         assert (response.status_code, response.json(), len(received)) == (status, {"detail": "Not Found"}, n)
+    answer(404, KIND, b"{}")
+    for n in range(9, 20):
+        assert send(served, "/v1/some/tokenize", b"{}").status_code == 404 and len(received) == n
     assert "parse_target_servers_healthy 2.0" in served.metrics
     for body in (b"[1]", b"{", b'{"model": 5}'):
         assert send(served, "/v1/embeddings", body).status_code == 400 and len(received) == n

@@ -53,6 +53,26 @@ def test_the_log_has_the_id_that_a_server_gave_a_passed_request(engine, connect,
     assert answered["upstream_id"] == "theirs-7" and answered["id"] == response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_log_has_the_trace_and_the_clients_own_id(engine, connect, capfd, traced):
+    coordinator, _, _ = connect(engine)
+    traces = Traces(SimpleSpanProcessor(InMemorySpanExporter())) if traced else None
+    own = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01", "x-request-id": "theirs-7"}
+    bad = {"traceparent": f"00-{CALLER}-what", "x-request-id": "what somebody wrote"}
+    long = {"x-request-id": "7" * 65}
+    with running(LoopRunner(coordinator), engine, traces=traces) as server:
+        ids = [server.chat(max_tokens=2, headers=sent).headers["x-request-id"] for sent in (own, bad, long, {})]
+    text = capfd.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    first = [line for line in lines if line.get("id") == ids[0]]
+    assert {line["event"] for line in first} == {"answered", "request"}
+    assert {(line["trace_id"], line["client_request_id"]) for line in first} == {(CALLER, "theirs-7")}
+    others = [line for line in lines if line.get("id") in ids[1:]]
+    assert len(others) == 6 and not any("client_request_id" in line for line in others)
+    assert all(("trace_id" in line) == traced and CALLER not in line.values() for line in others)
+    assert "what" not in text and "theirs-7" not in ids
+
+
 def test_health_checks_belong_to_no_request(engine, connect, monkeypatch):
     monkeypatch.setattr(health, "CHECK_EVERY_S", 0.1)
     coordinator, (target,), _ = connect(engine)

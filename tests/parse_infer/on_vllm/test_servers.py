@@ -147,7 +147,7 @@ def test_the_targets_server_holds_answers_to_a_form(coordinator):
     async def answered(**fields) -> dict:
         asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 64, "temperature": 0} | fields
         body = json.dumps(asked).encode()
-        pieces = coordinator.backend.relay("/v1/chat/completions", body, {}, asked, whole=True)
+        pieces = coordinator.backend.relay("POST", "/v1/chat/completions", body, {}, asked, whole=True)
         head, content = [piece async for piece in pieces]
         answer = json.loads(content)
         return answer["choices"][0]["message"] if head.status == 200 else {"status": head.status}

@@ -153,7 +153,11 @@ def test_other_refusals_have_their_status(served):
     assert status(httpx.get(served.url + CHAT)) == (405, "method_not_allowed")
     large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
     kind = {"Content-Type": "application/json"}
-    assert status(httpx.post(served.url + PLAIN, content=large, headers=kind)) == (413, "body_too_large")
+    refused = httpx.post(served.url + PLAIN, content=large, headers=kind)
+    assert status(refused) == (413, "body_too_large")
+    assert error_of(refused)["message"] == (
+        "the body has more than 4194304 bytes, the limit of this server's option --max-body-mb"
+    )
     pieces = (large[i : i + 100_000] for i in range(0, len(large), 100_000))
     assert status(httpx.post(served.url + PLAIN, content=pieces, headers=kind)) == (413, "body_too_large")
     form = httpx.post(served.url + PLAIN, content=b'{"prompt": "a"}')
@@ -176,11 +180,17 @@ def test_a_request_without_the_key_is_refused(served):
             {"Authorization": "Bearer s3cre"},
             {"Authorization": "s3cret"},
             {"Authorization": b"Bearer \xff"},
+            {"X-API-Key": "s3cre"},
+            {"X-API-Key": b"\xff"},
+            {"X-API-Key": ""},
         ):
             response = httpx.get(guarded.url + "/v1/models", headers=headers)  # type: ignore[arg-type]
             assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
             assert httpx.get(guarded.url + "/metrics", headers=headers).status_code == 401  # type: ignore[arg-type]
         assert httpx.get(guarded.url + "/health").status_code == httpx.get(guarded.url + "/").status_code == 200
+        for headers in ({"X-API-Key": "s3cret"}, {"X-API-Key": "s3cret", "Authorization": "Bearer none"}):
+            for path in ("/v1/models", "/metrics"):
+                assert httpx.get(guarded.url + path, headers=headers).status_code == 200
         with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="s3cret") as client:
             assert client.chat.completions.create(model="tiny", messages=USER, max_tokens=3).choices
 
@@ -307,6 +317,15 @@ def test_the_lines_of_a_request_have_its_id_and_what_was_decided(make_engine, ca
         modes.append((answered["answers"], answered["mode"], answered["adaptive"]))
     assert modes[:3] == [(2, "draft", False)] * 2 + [(1, "target", False)]
     assert sorted(modes[3:]) == [(1, "draft", True)] * MIN_SAMPLES + [(1, "target", True)] * MIN_SAMPLES
+
+
+def test_the_log_has_the_route_of_a_request_and_not_its_path(make_engine, capfd):
+    with running(ThreadRunner(make_engine()), make_engine()) as server:
+        for method, path in (("GET", f"v1/models/{SECRET}"), ("GET", SECRET), (SECRET.split()[0], "v1/models")):
+            httpx.request(method, f"{server.url}/{path}?q={SECRET}", timeout=60)
+    requests = [line for line in logged(capfd) if line["event"] == "request"]
+    assert [line["path"] for line in requests][:2] == ["/v1/models/{name:path}", "other"]
+    assert {line["method"] for line in requests} <= {"GET", "other"}
 
 
 def test_a_failed_request_ends_no_other(make_engine):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import httpx
+import pytest
+from opentelemetry.instrumentation._semconv import _OpenTelemetrySemanticConventionStability
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -48,6 +51,22 @@ def test_a_request_is_a_span_of_its_callers_trace(make_engine):
     }
     assert found[1].attributes["gen_ai.request.stream"] is True
     assert "Tom" not in str([dict(span.attributes) for span in found])
+
+
+@pytest.mark.parametrize("conventions", ["", "http", "http/dup"])
+def test_a_span_has_the_route_and_nothing_that_a_client_wrote(make_engine, monkeypatch, conventions):
+    monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", conventions)
+    monkeypatch.setattr(_OpenTelemetrySemanticConventionStability, "_initialized", False)
+    spans = InMemorySpanExporter()
+    with running(ThreadRunner(make_engine()), make_engine(), traces=Traces(SimpleSpanProcessor(spans))) as server:
+        headers = {"User-Agent": "Sally", "Host": "Sally", "Referer": "Sally"}
+        for path in ("/v1/models/Sally", "/Sally", "/v1/models?key=Sally"):
+            httpx.get(server.url + path, headers=headers, timeout=60)
+    found = spans.get_finished_spans()
+    assert [span.name for span in found] == ["GET /v1/models/{name:path}", "GET", "GET /v1/models"]
+    assert "Sally" not in "".join(span.to_json() for span in found)
+    target = {"": "http.target", "http": "url.path", "http/dup": "url.path"}[conventions]
+    assert [span.attributes[target] for span in found] == ["/v1/models/{name:path}", "other", "/v1/models"]
 
 
 def test_a_span_of_a_request_that_failed_has_no_text(make_engine, monkeypatch):
