@@ -53,9 +53,11 @@ def bench(
     repeats: Annotated[
         int,
         typer.Option(
+            "--repeats",
+            "--samples",
             min=1,
-            help="Runs per problem and mode; tables use the median time, and with --temperature all runs. With "
-            "--clients: runs of all modes.",
+            help="Runs per problem and mode; tables use the median time, and with --temperature all runs, which are "
+            "samples. With --clients: runs of all modes.",
         ),
     ] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="Of all modes; drafts for a judge are greedy.")] = 0.0,
@@ -107,7 +109,7 @@ def bench(
     Examples:
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
-      parse-infer bench --temperature 0.7 --repeats 4 --modes target,target+draft,parse --out runs/sampled
+      parse-infer bench --temperature 0.7 --samples 4 --modes target,target+draft,parse --out runs/sampled
       parse-infer bench --adapter runs/logprob/adapter --risk 0.05 --modes target,target+draft,parse --out runs/promise
       parse-infer bench --modes target,target+lookup,parse,parse+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search

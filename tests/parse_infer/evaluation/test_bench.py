@@ -38,7 +38,7 @@ from parse_infer.evaluation.mode_names import (
 )
 from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
-from parse_infer.evaluation.report import summarise
+from parse_infer.evaluation.report import speedups, summarise
 from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import (
@@ -660,6 +660,20 @@ def test_all_samples_of_a_sampled_benchmark_count():
     assert (target["distinct"], parse["distinct"]) == (1.0, 0.5)
     assert parse["accuracy_diff_ci"] == (0.0, 0.5), "one problem gains nothing, the other half"
     assert parse["speedup"] == parse["time_speedup"] == 2
+
+
+def test_intervals_of_speed_resample_problems_however_many_answers_each_has():
+    """Nine alike answers to one problem, and one to each of two: as independent rows they would look certain."""
+    seconds = [1.0] * 9 + [4.0, 2.0]
+    ours = [record("x", "parse", 1.0, 10) for _ in seconds]
+    theirs = [record("x", "target", each, 10) for each in seconds]
+    problems = ["a"] * 9 + ["b", "c"]
+    found, naive = (speedups(ours, theirs, keys, seed=0) for keys in (problems, range(11)))
+    assert found["speedup"] == naive["speedup"] == pytest.approx(15 / 11) == found["time_speedup"]
+    assert found["speedup_ci"][1] == pytest.approx(4, abs=0.01) == found["time_speedup_ci"][1], (
+        "only problem b is drawn"
+    )
+    assert naive["speedup_ci"][1] < 2.5
 
 
 @pytest.mark.slow
