@@ -60,7 +60,10 @@ def bench(
             "samples. With --clients: runs of all modes.",
         ),
     ] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="Of all modes; drafts for a judge are greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of all modes, without the drafts for a judge.")] = 0.0,
+    draft_temperature: Annotated[
+        float, typer.Option(min=0, help="Of the drafts that a judge reads, which are greedy by default.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(help="With --temperature, see generate.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="With --temperature, see generate.")] = 0,
     clients: Annotated[
@@ -118,6 +121,11 @@ def bench(
     if report_to not in tracking.TRACKERS:
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     sampling = Sampling(temperature, top_p, top_k)
+    if draft_temperature and (risk is not None or models.served):
+        raise ParseError(
+            f"--draft-temperature is {draft_temperature}, but promises and benchmarks of servers have greedy drafts: "
+            "omit it"
+        )
     asked = settings.override(threshold=models.threshold, resume_sampling=sampling)
     settings = models.with_promise(asked, risk).override(resume_sampling=GREEDY)
     loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
@@ -155,6 +163,7 @@ def bench(
         modes=names or DEFAULT_MODES,
         generation=settings,
         sampling=sampling,
+        draft_temperature=draft_temperature,
         zero_shot_threshold=zero_shot_threshold,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,

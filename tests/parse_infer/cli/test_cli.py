@@ -433,6 +433,7 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         ),
         (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
         (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
+        (["bench", "--risk", "0.05", "--draft-temperature", "1"], "promises and benchmarks of servers have greedy"),
         (["bench", "--samples", "0"], "--samples"),
     ],
 )
@@ -498,6 +499,7 @@ def test_generate_has_the_settings_of_the_server(monkeypatch):
     sampling = Sampling(0.5, 1.0, 7, 1)
     assert (seen[0].block_tokens, seen[0].resume_sampling) == (3, sampling)
     assert seen[0].draft_sampling == sampling
+    assert main(["generate", "Hi", *words, "--draft-temperature", "0"]) == 2
     assert (seen[1].resume_sampling, seen[1].draft_sampling) == (sampling, Sampling(0.0, 1.0, 7, 1))
     assert main(["generate", "Hi", "--block-tokens", "0"]) == 2 and len(seen) == 2
 
