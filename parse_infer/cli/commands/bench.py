@@ -99,6 +99,7 @@ def bench(
     \b
     Sizes follow a name:
       target+draft:tokens=12:confidence=0.3, parse+FOLDER:tokens=4:top_k=3
+      target+draft:greedy=1 (with --temperature: the draft model proposes its first choices, and draws nothing)
       assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own), assisted:ensemble=0.5 (lossy)
       parse-min-p:ratio=0.3, parse-fly:entropy=0.5:window=4 (options of --judge)
 
