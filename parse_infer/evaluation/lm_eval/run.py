@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval.evaluator import evaluate
+from numpy.typing import NDArray
 from rich.console import Console
 
 from data_tools.tasks.lm_eval.tasks import ResultRow, Tasks
@@ -180,7 +181,7 @@ def _metrics(row: ResultRow, evaluations: Mapping[str, Any], seed: int) -> dict[
         values = [float(np.mean([each[key] for each in of_mode])) for of_mode in results]
         errors = [of_mode[0].get(f"{metric}_stderr,{name}") if len(of_mode) == 1 else None for of_mode in results]
         parts = [
-            np.mean([_of_problems(each["samples"], row.tasks, metric, name) for each in evaluations[mode]], axis=0)
+            _means([_of_problems(each["samples"], row.tasks, metric, name) for each in evaluations[mode]])
             for mode in MODES
         ]
         is_mean = all(p.size and abs(p.mean() - v) < 1e-9 for p, v in zip(parts, values, strict=True))
@@ -197,6 +198,11 @@ def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, 
     """A metric's values per problem; [] if some are not numbers."""
     values = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
     return [float(value) for value in values] if all(isinstance(v, (int, float, np.number)) for v in values) else []
+
+
+def _means(samples: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Means over the samples of each problem, [n]; [0] if some are not numbers."""
+    return np.mean(samples, axis=0) if all(samples) else np.empty(0)
 
 
 def _plain(value: object) -> object:
