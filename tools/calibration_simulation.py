@@ -4,7 +4,8 @@
 
 A latent difficulty of each problem decides under which settings the problem is lost, so losses of neighbouring
 settings are correlated, as with thresholds. The second part counts drafts instead of problems. The drafts of one
-problem are lost together, so a test that assumes independent drafts claims a bound too often.
+problem are lost together, so a test that assumes independent drafts claims a bound too often. The third part is
+`--loss accuracy`: losses are -1, 0 and 1, the easiest problems are won, and the mean loss has the same shapes.
 """
 
 from __future__ import annotations
@@ -35,35 +36,43 @@ SHAPES: dict[str, Floats] = {
 }
 SIZES = (100, 300, 1000, 2000)
 DRAFTS = 4  # drafts per problem in the second part
+WINS = 0.1  # share of the problems that every setting wins in the third part, with as many more losses
 
 
-def broken_share(rates: Floats, n: int, rounds: int, seed: int, drafts: int = 1) -> float:
+def broken_share(rates: Floats, n: int, rounds: int, seed: int, drafts: int = 1, wins: float = 0.0) -> float:
     """Return the share of calibrations on `n` problems that certify `RISK` for a setting with a higher true risk.
 
     Args:
-        rates: true risks of the settings.
+        rates: true risks of the settings, which are means of losses minus wins.
         drafts: drafts per problem, which are lost together but count as independent.
+        wins: share of the problems with a loss of -1; 0: losses are 0 or 1.
     """
     rng = np.random.default_rng(seed)
     broken = 0
     for _ in range(rounds):
         luck = rng.random(n).repeat(drafts)
-        passed = n_passing(((luck < rate).astype(float) for rate in rates), RISK, LEVEL)
+        won = luck >= 1 - wins
+        losses = ((luck < rate + wins).astype(float) - won for rate in rates)
+        passed = n_passing(losses, RISK, LEVEL, binary=wins == 0)
         broken += bool((rates[:passed] > RISK).any())
     return broken / rounds
 
 
 def simulate(rounds: int, seed: int = 0) -> dict[str, Any]:
-    """Return `{"environment", "rows": [{shape, problems, by_problem, by_draft}]}` with shares of violated bounds."""
+    """Return `{"environment", "rows": [{shape, problems, by_problem, by_draft, accuracy}]}`.
+
+    The last three are shares of violated bounds.
+    """
     cases = [(shape, n) for shape in SHAPES for n in SIZES]
     rows = []
     for shape, n in track(cases, "simulate", transient=True):
         row = {"shape": shape, "problems": n}
         row["by_problem"] = broken_share(SHAPES[shape], n, rounds, seed)
         row["by_draft"] = broken_share(SHAPES[shape], n, rounds, seed, DRAFTS)
+        row["accuracy"] = broken_share(SHAPES[shape], n, rounds, seed, wins=WINS)
         rows.append(row)
-    settings = {"rounds": rounds, "risk": RISK, "confidence": 1 - LEVEL, "drafts": DRAFTS, "settings": SETTINGS}
-    return {"environment": settings, "rows": rows}
+    settings = {"rounds": rounds, "risk": RISK, "confidence": 1 - LEVEL, "settings": SETTINGS}
+    return {"environment": settings | {"drafts": DRAFTS, "wins": WINS}, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, result)
     for row in result["rows"]:
-        print(f"{row['shape']:<30}{row['problems']:>6}{row['by_problem']:>8.3f}{row['by_draft']:>8.3f}")
+        shares = "".join(f"{row[part]:>8.3f}" for part in ("by_problem", "by_draft", "accuracy"))
+        print(f"{row['shape']:<30}{row['problems']:>6}{shares}")
     print(f"written: {arguments.out}")
     return 0
 

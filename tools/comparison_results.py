@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import LOSSES, Calibration
 from parse_infer.evaluation.figure import plot
-from parse_infer.evaluation.statistics import difference_interval, ratio_intervals
+from parse_infer.evaluation.statistics import (
+    Interval,
+    difference_interval,
+    mean_interval,
+    ratio_intervals,
+    wilson_interval,
+)
 from parse_infer.settings.acceptance import describe_threshold
 
 _HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here, %", "over lossless", "over the target alone")
@@ -40,6 +46,8 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
       the same problems. Lossless is the fastest point whose threshold accepts nothing;
     - speedup, likewise: mean time of the target alone over mean time of this point;
     - pace: mean tokens per forward of the target, if the records have them.
+
+    `target_right` is the share of right samples of the target alone; None: the checker cannot decide.
     """
     settings = [tried.setting for tried in calibration.tried]
     losses = np.array([list(itertools.chain(*outcome.losses)) for outcome in outcomes], dtype=np.float64)
@@ -62,9 +70,13 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
             paces = np.array([list(itertools.chain(*outcome.tokens_per_forward)) for outcome in timed])
             for point, pace in zip(points, paces.mean(0).tolist(), strict=True):
                 point["pace"] = pace
+    shares = [outcome.target_right for outcome in outcomes if outcome.target_right is not None]
+    decided = len(shares) == len(outcomes)
     return {
         "problems": len(outcomes),
         "timed": len(timed),
+        "target_right": float(np.mean(shares)) if decided else None,
+        "target_right_ci": list(_share_interval(shares)) if decided else None,
         "loss": calibration.loss,
         "confidence": calibration.confidence,
         "models": calibration.models,
@@ -85,12 +97,24 @@ def _loss_intervals(losses: NDArray[np.float64]) -> list[list[float]]:
     ]
 
 
+def _share_interval(shares: Sequence[float]) -> Interval:
+    """Interval of the mean of shares of right samples, one of each problem."""
+    whole = np.isin(shares, (0.0, 1.0)).all()
+    return wilson_interval(round(sum(shares)), len(shares)) if whole else mean_interval(shares)
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The table of the promises, and what its columns mean."""
-    rows = [_HEADER, tuple(["---"] * len(_HEADER))]
+    paced = any("pace" in point for rule in results["rules"].values() for point in rule["points"])
+    header = (*_HEADER[:-2], *(["tokens per forward"] if paced else []), *_HEADER[-2:])
+    rows = [header, tuple(["---"] * len(header))]
     for name, rule in results["rules"].items():
         for risk, place in rule["promises"].items():
-            cells = ["not proven", *["-"] * 4] if place is None else _cells(rule["points"][place])
+            cells = ["not proven", *["-"] * (len(header) - 3)]
+            if place is not None:
+                point = rule["points"][place]
+                cells = _cells(point)
+                cells[3:3] = [_pace(point)] if paced else []
             rows.append((label(name, rule), f"{100 * float(risk):g}", *cells))
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), ""])
 
@@ -104,8 +128,7 @@ def markdown_of_points(results: dict[str, Any]) -> str:
             sizes = ["-", "-"]
             if "tokens" in point:
                 sizes = [f"{point['tokens']:.0f}", f"{100 * point['written'] / point['tokens']:.1f}"]
-            pace = f"{point['pace']:.1f}" if "pace" in point else "-"
-            rows.append((label(name, rule), threshold, lost, *sizes, pace, *times))
+            rows.append((label(name, rule), threshold, lost, *sizes, _pace(point), *times))
     meant = "Tokens are those of an answer. The target's own are those that it wrote in place of a draft token."
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), meant, ""])
 
@@ -117,8 +140,14 @@ def _notes(results: dict[str, Any]) -> list[str]:
     notes = [
         f"{'; '.join(sizes)}. Loss: {'; '.join(losses)}. Brackets: 95 % intervals over problems. A promise holds for "
         "new problems, with the confidence of its calibration. Over lossless: the time of lossless speculation with "
-        "the same models in the same run, over the time of the rule."
+        "the same models in the same run, over the time of the rule.",
+        f"Right answers of the target alone, at 1.00× by definition: {_target_alone(results)}.",
     ]
+    if joint := [label(name, rule) for name, rule in results["rules"].items() if "written" in rule["points"][0]]:
+        notes.append(
+            f"Answers of {', '.join(joint)} were decoded jointly. There 'accepts nothing' is the target compared with "
+            "itself, by construction: its loss of 0 is no measurement of lossless sampling."
+        )
     machines = machines_of(results)
     if len(machines) > 1:
         places = "; ".join(f"{', '.join(names)}: {machine}" for machine, names in machines.items())
@@ -126,6 +155,18 @@ def _notes(results: dict[str, Any]) -> list[str]:
             f"The rules were timed on different machines, each beside its own lossless speculation ({places})."
         )
     return notes
+
+
+def _target_alone(results: dict[str, Any]) -> str:
+    """Its accuracies, with the rules that were measured beside each. Older results have none."""
+    names: dict[str, list[str]] = {}
+    for name, rule in results["rules"].items():
+        right, interval = rule.get("target_right"), rule.get("target_right_ci")
+        shown = "not recorded" if right is None else f"{100 * right:.1f} % [{_percents(interval)}]"
+        names.setdefault(shown, []).append(label(name, rule))
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{shown} ({', '.join(rules)})" for shown, rules in names.items())
 
 
 def machines_of(results: dict[str, Any]) -> dict[str, list[str]]:
@@ -140,13 +181,20 @@ def machines_of(results: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _cells(point: dict[str, Any]) -> list[str]:
-    low, high = (100 * end for end in point["lost_ci"])
     return [
         describe_threshold(point["threshold"]),
         str(point["block_tokens"]),
-        f"{100 * point['lost']:.1f} [{low:.1f}, {high:.1f}]",
+        f"{100 * point['lost']:.1f} [{_percents(point['lost_ci'])}]",
         *(_times(point, name) if name in point else "-" for name in ("speed", "speedup")),
     ]
+
+
+def _percents(interval: Sequence[float]) -> str:
+    return ", ".join(f"{100 * end:.1f}" for end in interval)
+
+
+def _pace(point: dict[str, Any]) -> str:
+    return f"{point['pace']:.1f}" if "pace" in point else "-"
 
 
 def _times(point: dict[str, Any], name: str) -> str:

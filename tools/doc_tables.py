@@ -79,7 +79,13 @@ _TOKENS = (
     "target forwards per answer",
     "drafter forwards per answer",
 )
-_SIMULATION = ("true risk, from strict to lax", "problems", "broken, %", "broken if drafts were counted, %")
+_SIMULATION = (
+    "true risk, from strict to lax",
+    "problems",
+    "broken, %",
+    "broken if drafts were counted, %",
+    "of accuracy: broken, %",
+)
 _SPLITS = ("promise, %", "blocks", "promised by, %", "lost on the others, %", "more than promised, %", "speed-up")
 _CLIENTS = (
     "mode",
@@ -218,7 +224,11 @@ def _origin_of_clients(about: dict[str, Any]) -> str:
 
 def _simulation(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
-        [row["shape"], str(row["problems"]), format_percent(row["by_problem"]), format_percent(row["by_draft"])]
+        [
+            row["shape"],
+            str(row["problems"]),
+            *(format_percent(row[part]) for part in ("by_problem", "by_draft", "accuracy")),
+        ]
         for row in rows
     ]
     return markdown_table(_SIMULATION, cells)
@@ -228,7 +238,9 @@ def _origin_of_simulation(environment: dict[str, Any]) -> str:
     e = environment
     return (
         f"{e['rounds']} calibrations each, {e['settings']} settings, promise {100 * e['risk']:g} % at "
-        f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem; `{e['command']}`, {e['date'][:10]}."
+        f"{100 * e['confidence']:g} % confidence, {e['drafts']} drafts a problem. Of accuracy: every setting "
+        f"wins {100 * e['wins']:g} % of the problems, and loses as many and the risk; `{e['command']}`, "
+        f"{e['date'][:10]}."
     )
 
 

@@ -5,7 +5,7 @@ NOT_MEASURED = {
     "risk": "--risk sets threshold and block_tokens of the promise",
     "mode": "the mode target+draft is the token-exact comparison",
     "adaptive": "the mode parse:adaptive sets it",
-    "draft_sampling": "drafts that a judge reads are greedy",
+    "draft_sampling": "--draft-temperature sets it",
     "resume_sampling": "--temperature, --top-p and --top-k set it for all modes",
     "stop": _NOT_IN_TRANSFORMERS,
     "stop_token_ids": _NOT_IN_TRANSFORMERS,

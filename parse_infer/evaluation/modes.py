@@ -92,9 +92,9 @@ def make_modes(
     "draft" have none. The token drafters of `engine` are not used.
 
     Args:
-        settings: with greedy drafts. Their `resume_sampling` applies to all modes, also to the draft model alone and
-            to what it proposes token by token; their threshold to modes with the adapter (None: the adapter's own);
-            `block_tokens` to the PARSE modes.
+        settings: their `resume_sampling` applies to all modes, also to the draft model alone and to what it proposes
+            token by token; `draft_sampling` to the drafts that a judge reads; their threshold to modes with the
+            adapter (None: the adapter's own); `block_tokens` to the PARSE modes.
         zero_shot_threshold: threshold of "parse-zero-shot"; None: 0.5.
         thresholds: thresholds of the sweep, which covers the named modes that are in `SWEPT`.
 

@@ -32,7 +32,7 @@ Comparisons with a target or draft model that was not run are None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -175,9 +175,9 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, s
             "accuracy_diff_ci": difference_interval(shares, _by_problem(theirs, samples), seed=seed),
         }
     if "target" in base:
-        figures |= speedups(rows, base["target"], seed, samples)
+        figures |= speedups(rows, base["target"], [r.problem_id for r in rows], seed)
     if LOSSLESS in base:
-        over = speedups(rows, base[LOSSLESS], seed, samples)
+        over = speedups(rows, base[LOSSLESS], [r.problem_id for r in rows], seed)
         figures |= {"over_lossless": over["speedup"], "over_lossless_ci": over["speedup_ci"]}
     if samples > 1:
         texts = [{r.text for r in rows[i : i + samples]} for i in range(0, n, samples)]
@@ -199,19 +199,27 @@ def _by_problem(values: Sequence[float], samples: int) -> NDArray[np.float64]:
     return np.asarray(values, dtype=np.float64).reshape(-1, samples).mean(1)
 
 
-def speedups(ours: Sequence[AnswerFigures], theirs: Sequence[AnswerFigures], seed: int, samples: int = 1) -> Figures:
-    """Ratios of tokens/s and of seconds per answer, with paired intervals; row i of both answers one problem."""
+def speedups(
+    ours: Sequence[AnswerFigures], theirs: Sequence[AnswerFigures], problems: Sequence[Hashable], seed: int
+) -> Figures:
+    """Ratios of tokens/s and of seconds per answer, with paired intervals that resample problems.
+
+    Args:
+        ours, theirs: one answer a row, those of row i to `problems[i]`, which may come several times (samples).
+    """
+    places = {problem: i for i, problem in enumerate(dict.fromkeys(problems))}
+    place = [places[problem] for problem in problems]
     tokens, seconds, their_tokens, their_seconds = (
-        _by_problem(values, samples)
+        np.bincount(place, values)
         for rows in (ours, theirs)
         for values in ([r.n_tokens for r in rows], [r.seconds for r in rows])
     )
-    ones = np.ones(len(tokens))
+    answers = np.bincount(place)
     return {
         "speedup": sum(tokens) / sum(seconds) / (sum(their_tokens) / sum(their_seconds)),
         "speedup_ci": rate_ratio_interval(tokens, seconds, their_tokens, their_seconds, seed=seed),
         "time_speedup": sum(their_seconds) / sum(seconds),
-        "time_speedup_ci": rate_ratio_interval(ones, seconds, ones, their_seconds, seed=seed),
+        "time_speedup_ci": rate_ratio_interval(answers, seconds, answers, their_seconds, seed=seed),
     }
 
 

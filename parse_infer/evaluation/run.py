@@ -7,7 +7,7 @@ caller provides problems and checker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ class BenchSettings:
     generation: GenerationSettings = field(default_factory=GenerationSettings)
     """Settings of the answers. `max_new_tokens` applies to all modes, the others to PARSE with the trained judge."""
     sampling: Sampling = GREEDY
-    """Of the target and of lossless speculation, without seed. Drafts that a judge reads are greedy."""
+    """Of the target and of lossless speculation, without seed."""
+    draft_temperature: float = 0.0
+    """Of drafts that a judge reads, with `top_p` and `top_k` of `sampling`."""
     zero_shot_threshold: float | None = None
     """Threshold of the zero-shot judge; None: 0.5."""
     thresholds: tuple[float, ...] = THRESHOLDS
@@ -64,6 +66,7 @@ class BenchSettings:
                 raise ParseError(f"a benchmark does not take {name}: {why}")
         if self.sampling.seed is not None:
             raise ParseError(f"the seed of the sampling is {self.sampling.seed}: a benchmark seeds each answer itself")
+        self.answers()  # validates
         if self.repeats < 1:
             raise ParseError(f"repeats is {self.repeats}; it must be at least 1")
         if self.sweep_limit < 0:
@@ -71,6 +74,11 @@ class BenchSettings:
         for value in (*self.thresholds, self.zero_shot_threshold):
             if value is not None:
                 check_threshold(value)
+
+    def answers(self) -> GenerationSettings:
+        """Settings of the answers, with their sampling."""
+        drafts = replace(self.sampling, temperature=self.draft_temperature)
+        return self.generation.override(resume_sampling=self.sampling, draft_sampling=drafts)
 
 
 def run_bench(
@@ -109,7 +117,7 @@ def run_bench(
     modes = make_modes(
         engine,
         settings.modes,
-        settings.generation.override(resume_sampling=settings.sampling),
+        settings.answers(),
         zero_shot_threshold=settings.zero_shot_threshold,
         thresholds=settings.thresholds if settings.sweep_limit else (),
     )
@@ -127,6 +135,8 @@ def run_bench(
         config |= {"thresholds": (), "sweep_limit": 0}
     if settings.sampling.greedy:
         del config["sampling"]
+    if not settings.draft_temperature:
+        del config["draft_temperature"]
     config["chosen_threshold"] = _chosen(engine, settings)
     store = RecordStore(folder, {**config, **environment, "drafters": drafters}, Record)
 

@@ -144,6 +144,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _sampling(environment: dict[str, Any]) -> str:
     described = str(Sampling(**environment.get("sampling", {})))
+    if drafts := environment.get("draft_temperature"):
+        described += f" (drafts that a judge reads: {drafts:g})"
     return described[0].upper() + described[1:]
 
 

@@ -28,18 +28,25 @@ class DraftModelProposer:
         tokens: maximum length of a chain.
         confidence: a chain ends with the first token whose probability under `draft` is lower. The length of a chain
             depends only on its tokens, so block verification stays exact.
+        greedy: 1: propose the draft model's first choices where the model samples too. They are drawn from nothing, so
+            each is kept with the model's own probability of it (`accept_tree`): the distribution stays the model's.
 
     With neither `tokens` nor `confidence`, a chain ends where one more token is not faster (`BlockLength`), and the
     model writes alone while no chain is faster. Samples with a seed have `TOKENS` and `CONFIDENCE` instead, since the
     random numbers of such an answer must not depend on measured times.
 
     Raises:
-        ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, or `confidence`
-            is not in 0..1.
+        ValueError: `model` lacks tokens of the draft model, both share a decoder, `tokens` is below 1, `confidence`
+            is not in 0..1, or `greedy` is not 0 or 1.
     """
 
     def __init__(
-        self, draft: LanguageModel, model: LanguageModel, tokens: int | None = None, confidence: float | None = None
+        self,
+        draft: LanguageModel,
+        model: LanguageModel,
+        tokens: int | None = None,
+        confidence: float | None = None,
+        greedy: int = 0,
     ) -> None:
         shared = token_map(draft.tokenizer, model.tokenizer)
         if shared is None:
@@ -57,7 +64,9 @@ class DraftModelProposer:
             raise ModelError(f"a chain needs at least 1 token, not {tokens}")
         if not 0 <= self._min_confidence <= 1:
             raise ModelError(f"confidence is a probability, not {confidence}")
-        self.draft, self.tokens, self.confidence = draft, tokens, confidence
+        if greedy not in (0, 1):
+            raise ModelError(f"greedy is {greedy}; it must be 0 or 1")
+        self.draft, self.tokens, self.confidence, self.greedy = draft, tokens, confidence, greedy
         self.forwards = 0
         self._alone = 0, 0.0  # tokens and seconds of the model alone since the last chain
         self._vocabularies = _Vocabularies(shared, draft, model)
@@ -79,6 +88,7 @@ class DraftModelProposer:
         if size < 1 or not context:
             return TokenTree.chain(())
         decoder, tokens, drawn_from = self.draft.decoder, [], []
+        draws = not (sampling.greedy or self.greedy)
         decoder.reserve(len(context), limit)
         decoder.seek(context)
         if max(decoder.ids[decoder.cached :], default=0) >= self.draft.n_embeddings:
@@ -90,7 +100,7 @@ class DraftModelProposer:
         while True:
             scores = logits[both.of_draft]
             q = scores.float().softmax(-1) if sampling.greedy else distribution(scores, sampling)
-            drawn = q.argmax() if sampling.greedy else draw(q, generator)
+            drawn = draw(q, generator) if draws else q.argmax()
             choice_and_confidence = torch.stack([drawn.to(q.dtype), q.gather(-1, drawn[None])[0]])
             number, confidence = choice_and_confidence.tolist()  # the only synchronisation
             choice = int(number)
@@ -98,7 +108,7 @@ class DraftModelProposer:
             token = both.draft_ids[choice]
             tokens.append(both.target_ids[choice])
             confidences.append(confidence)
-            if not sampling.greedy:
+            if draws:
                 drawn_from.append(both.in_target(q))
             if ends(confidence) or token in decoder.eos_ids or len(tokens) == size:
                 break

@@ -21,7 +21,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.judge.registry import find_rule
 from tests.parse_infer.conftest import make_engine
 from tools import comparison
-from tools.comparison_results import draw, markdown, summarise
+from tools.comparison_results import draw, markdown, markdown_of_points, summarise
 
 __all__ = ["make_engine"]  # a fixture of the engine's tests
 
@@ -226,8 +226,34 @@ def test_answers_won_make_up_for_answers_lost(tmp_path: Path):
     results = {"rules": {"rule": found | {"options": {"label": "a rule"}, "machine": {}}}, "environment": {}}
     assert "| a rule | 5 | 0.5 | auto | 10.0 [" in markdown(results)
     assert "| a rule | 1 | not proven | - | - | - | - |" in markdown(results)
+    assert "Right answers of the target alone, at 1.00× by definition: 100.0 % [91.2, 100.0]." in markdown(results)
+    assert "decoded jointly" not in markdown(results)
     draw(results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_the_tables_name_the_targets_accuracy_and_tokens_per_forward():
+    """Samples: 30 of 40 problems are right in one of two. One rule is of an older file, one was decoded jointly."""
+    outcomes = [
+        replace(
+            outcome(i, [0.0, 0.5, 0.5], [2.0, 1.0, 0.5]), target_right=0.5 * (i < 30), tokens_per_forward=[[4, 9, 16]]
+        )
+        for i in range(40)
+    ]
+    found = summarise(outcomes, calibration()) | {"options": {}, "machine": {"cpu": "C", "threads": 1}}
+    assert found["target_right"] == 0.375 and found["target_right_ci"][0] < 0.375 < found["target_right_ci"][1]
+    old = {name: value for name, value in found.items() if not name.startswith("target_right")}
+    joint = found | {"points": [point | {"tokens": 9, "written": 2} for point in found["points"]]}
+    text = markdown({"rules": {"new": found, "old": old, "joint": joint}, "environment": {}})
+    assert (
+        "| lost here, % | tokens per forward | over lossless |" in text
+        and "| 50.0 [50.0, 50.0] | 9.0 | 2.00× [" in text
+    )
+    assert "by definition: 37.5 % [" in text and "] (new, joint); not recorded (old)." in text
+    assert "Answers of joint were decoded jointly." in text
+    assert "| 16.0 |" in markdown_of_points({"rules": {"new": found}, "environment": {}})
+    undecided = summarise([replace(each, target_right=None) for each in outcomes], calibration())
+    assert undecided["target_right"] is None
 
 
 def test_without_timed_problems_there_is_no_speed(tmp_path: Path):

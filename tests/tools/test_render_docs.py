@@ -238,7 +238,7 @@ def test_a_comparison_of_rules_has_a_table_and_a_figure(root):
     )
     assert update(root) == ["README.md", "docs/rules.png", "docs/page.md"]
     text = (root / "README.md").read_text()
-    assert "| a rule | 5 | 0.5 | auto | 0.0 [0.0, 0.0] | 1.40× [1.00, 1.00] | 2.50× [2.40, 2.60] |" in text
+    assert "| a rule | 5 | 0.5 | auto | 0.0 [0.0, 0.0] | 7.0 | 1.40× [1.00, 1.00] | 2.50× [2.40, 2.60] |" in text
     assert "| a rule | 0.5 | 0.0 [0.0, 0.0] | 80 | 2.5 | 7.0 | 1.40× [1.00, 1.00] | 2.50× [2.40, 2.60] |" in text
     assert "| a rule | accepts nothing | 0.0 [0.0, 0.0] | - | - | - | 1.00×" in text
     assert "sums, validation split, seed 3; Some CPU, 1 thread, float32; `python -m tools.comparison" in text

@@ -53,12 +53,17 @@ def bench(
     repeats: Annotated[
         int,
         typer.Option(
+            "--repeats",
+            "--samples",
             min=1,
-            help="Runs per problem and mode; tables use the median time, and with --temperature all runs. With "
-            "--clients: runs of all modes.",
+            help="Runs per problem and mode; tables use the median time, and with --temperature all runs, which are "
+            "samples. With --clients: runs of all modes.",
         ),
     ] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="Of all modes; drafts for a judge are greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of all modes, without the drafts for a judge.")] = 0.0,
+    draft_temperature: Annotated[
+        float, typer.Option(min=0, help="Of the drafts that a judge reads, which are greedy by default.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(help="With --temperature, see generate.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="With --temperature, see generate.")] = 0,
     clients: Annotated[
@@ -94,6 +99,7 @@ def bench(
     \b
     Sizes follow a name:
       target+draft:tokens=12:confidence=0.3, parse+FOLDER:tokens=4:top_k=3
+      target+draft:greedy=1 (with --temperature: the draft model proposes its first choices, and draws nothing)
       assisted:tokens=12:confidence=0.3:schedule=heuristic (default: transformers' own), assisted:ensemble=0.5 (lossy)
       parse-min-p:ratio=0.3, parse-fly:entropy=0.5:window=4 (options of --judge)
 
@@ -107,7 +113,7 @@ def bench(
     Examples:
       parse-infer bench --backend vllm --clients 1,4,16,32 --out runs/bench-clients
       parse-infer bench --limit 300 --out runs/bench
-      parse-infer bench --temperature 0.7 --repeats 4 --modes target,target+draft,parse --out runs/sampled
+      parse-infer bench --temperature 0.7 --samples 4 --modes target,target+draft,parse --out runs/sampled
       parse-infer bench --adapter runs/logprob/adapter --risk 0.05 --modes target,target+draft,parse --out runs/promise
       parse-infer bench --modes target,target+lookup,parse,parse+lookup --out runs/bench-tokens
       parse-infer bench --split validation --modes target,assisted,assisted:tokens=8 --out runs/search
@@ -116,6 +122,11 @@ def bench(
     if report_to not in tracking.TRACKERS:
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     sampling = Sampling(temperature, top_p, top_k)
+    if draft_temperature and (risk is not None or models.served):
+        raise ParseError(
+            f"--draft-temperature is {draft_temperature}, but promises and benchmarks of servers have greedy drafts: "
+            "omit it"
+        )
     asked = settings.override(threshold=models.threshold, resume_sampling=sampling)
     settings = models.with_promise(asked, risk).override(resume_sampling=GREEDY)
     loaded_task, where = open_task(task, task_option), describe_problems(task, task_option, split, seed)
@@ -153,6 +164,7 @@ def bench(
         modes=names or DEFAULT_MODES,
         generation=settings,
         sampling=sampling,
+        draft_temperature=draft_temperature,
         zero_shot_threshold=zero_shot_threshold,
         thresholds=THRESHOLDS if thresholds is None else read_numbers(thresholds, "--thresholds"),
         sweep_limit=sweep_limit,

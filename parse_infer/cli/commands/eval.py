@@ -54,6 +54,9 @@ def evaluate(
     ] = None,
     top_p: Annotated[float, typer.Option(help="With --temperature, see generate.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="With --temperature, see generate.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="With --temperature: answers to each problem in both modes.")
+    ] = 1,
     risk: options.MeasuredRisk = None,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let lm-eval execute code that the models write.")
@@ -76,7 +79,7 @@ def evaluate(
     Examples:
       parse-infer eval --tasks gsm8k --num-fewshot 0 --limit 100
       parse-infer eval --tasks gsm8k --data gsm8k=test.jsonl --num-fewshot 0
-      parse-infer eval --tasks gsm8k --num-fewshot 0 --temperature 0.7 --top-p 0.8 --out runs/sampled
+      parse-infer eval --tasks gsm8k --num-fewshot 0 --temperature 0.7 --top-p 0.8 --samples 4 --out runs/sampled
       parse-infer eval --tasks mt_bench --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --adapter runs/judge/adapter \\
           --template-option enable_thinking=false
       HF_ALLOW_CODE_EVAL=1 parse-infer eval --tasks humaneval_plus,mbpp_plus --confirm-run-unsafe-code
@@ -99,6 +102,7 @@ def evaluate(
         apply_chat_template=apply_chat_template,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         parse=parse,
+        samples=samples,
     )
     loaded = load_tasks(
         names,

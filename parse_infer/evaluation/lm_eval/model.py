@@ -67,7 +67,8 @@ class ParseLM(LM):
 
     Attributes:
         mode: the mode in `MODES` whose answers lm-eval gets.
-        asked: requests of the last evaluation, by task: store keys without the mode.
+        sample: number of the evaluation, which has random numbers of its own if the target samples.
+        requested: requests of the last evaluation, by task: store keys without the mode.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ParseLM(LM):
         console: Console | None = None,
     ) -> None:
         super().__init__()
-        self.mode = MODES[0]
+        self.mode, self.sample = MODES[0], 0
         self.requested: dict[str, list[str]] = {}
         self._engine = engine
         self._store = store
@@ -140,7 +141,7 @@ class ParseLM(LM):
         identity = [task, problem, instance.idx, context, settings.stop, settings.max_new_tokens]
         sampling = settings.resume_sampling
         if not sampling.greedy:
-            identity.append(repeat)
+            identity += [repeat, self.sample] if self.sample else [repeat]
             settings = settings.override(resume_sampling=replace(sampling, seed=seed_of(*identity)))
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         return _Request(task, problem, prompt, settings, digest)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval.evaluator import evaluate
+from numpy.typing import NDArray
 from rich.console import Console
 
 from data_tools.tasks.lm_eval.tasks import ResultRow, Tasks
@@ -57,11 +58,15 @@ class EvalSettings:
     parse: GenerationSettings = field(default_factory=GenerationSettings)
     """Settings of PARSE; the tasks set `max_new_tokens` and `stop`. The target alone has their `resume_sampling`."""
     confirm_run_unsafe_code: bool = False
+    samples: int = 1
+    """Evaluations by lm-eval, each with random numbers of its own; metrics are means over them."""
     seed: int = 0
     """Seed of the bootstrap."""
 
     def __post_init__(self) -> None:
         self.generation()  # validates
+        if self.samples < 1 or (self.samples > 1 and self.parse.resume_sampling.greedy):
+            raise ParseError(f"samples is {self.samples}; it must be at least 1, and 1 for greedy answers")
         if self.limit is not None and self.limit < 1:
             raise ParseError(f"limit is {self.limit}; it must be at least 1")
         if (seed := self.parse.resume_sampling.seed) is not None:
@@ -85,9 +90,9 @@ def run_eval(
         folder: results and records; an interrupted run, other tasks or more problems continue there.
 
     Returns:
-        The content of `results.json`: `{"environment", "tasks": {name: figures}, "lm_eval": {mode: its results}}`.
-        Figures of a task:
-        - `n`: number of problems;
+        The content of `results.json`: `{"environment", "tasks": {name: figures}, "lm_eval": {mode: its results}}`,
+        those of lm-eval for the first sample. Figures of a task:
+        - `n`: number of problems, which the intervals resample;
         - `metrics`, by lm-eval's "metric,filter": both modes' values and standard errors, their difference, and its
           paired 95 % interval (None if the metric is no mean over problems);
         - `same_text`: share of answers identical to the target's own;
@@ -116,29 +121,32 @@ def run_eval(
     }
     store = RecordStore(folder, environment, EvalRecord, "measurement")
     lm = ParseLM(engine, store, settings.generation(), settings.max_new_tokens, console)
-    evaluations: dict[str, Any] = {}
-    requested = []
-    for mode in MODES:
-        lm.mode = mode
-        evaluations[mode] = evaluate(
-            lm,
-            tasks.for_lm_eval(),
-            limit=settings.limit,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,
-            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        )
-        requested.append(lm.requested)
-    if requested[0] != requested[1]:
+    evaluations: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    requested: dict[str, list[dict[str, list[str]]]] = {mode: [] for mode in MODES}
+    for sample in range(settings.samples):
+        for mode in MODES:
+            lm.sample, lm.mode = sample, mode
+            found = evaluate(
+                lm,
+                tasks.for_lm_eval(),
+                limit=settings.limit,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            )
+            evaluations[mode].append(found)
+            requested[mode].append(lm.requested)
+    if requested[MODES[0]] != requested[MODES[1]]:
         raise ParseError("the prompts of a task differ between the two evaluations, so it cannot be compared")
     environment |= {"limit": settings.limit, "max_new_tokens": settings.max_new_tokens, "chat_template": chat}
-    answers = {
-        task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in requested[0].items()
-    }
+    if settings.samples > 1:
+        environment["samples"] = settings.samples
+    keys_of = {task: [key for each in requested[MODES[0]] for key in each[task]] for task in requested[MODES[0]][0]}
+    answers = {task: [[store.records[key, mode] for key in keys] for mode in MODES] for task, keys in keys_of.items()}
     results = {
         "environment": {**environment, **describe_run()},
         "tasks": {row.name: _figures(row, evaluations, answers, settings.seed) for row in tasks.rows},
-        "lm_eval": {mode: {key: _plain(evaluations[mode].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
+        "lm_eval": {mode: {key: _plain(evaluations[mode][0].get(key)) for key in _LM_EVAL_KEYS} for mode in MODES},
     }
     write_text(Path(folder) / "results.md", eval_markdown(results))
     write_results(Path(folder) / "results.json", results)
@@ -147,29 +155,36 @@ def run_eval(
 
 def _figures(row: ResultRow, evaluations: Mapping[str, Any], answers: Mapping[str, Any], seed: int) -> dict[str, Any]:
     target, parse = ([record for task in row.tasks for record in answers[task][i]] for i in range(len(MODES)))
+    problems = [(record.task, record.problem) for record in parse]
     return {
         "lm_eval_task": row.result,
-        "n": len({(record.task, record.problem) for record in parse}),
+        "n": len(set(problems)),
         "metrics": _metrics(row, evaluations, seed),
         "same_text": float(np.mean([t.text == p.text for t, p in zip(target, parse, strict=True)])),
         "speed": {"target": costs(target), "parse": costs(parse)},
-        **speedups(parse, target, seed),
+        **speedups(parse, target, problems, seed),
         "acceptance_rate": acceptance_rate(parse),
     }
 
 
 def _metrics(row: ResultRow, evaluations: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """All metrics of lm-eval in both modes; {} for a group without aggregated metrics."""
+    """All metrics of lm-eval in both modes, as means over the samples; {} for a group without aggregated metrics.
+
+    lm-eval's standard errors are those of one sample, so several have none.
+    """
     metrics = {}
-    results = [evaluations[mode]["results"].get(row.result, {}) for mode in MODES]
-    for key, value in results[0].items():
+    results = [[each["results"].get(row.result, {}) for each in evaluations[mode]] for mode in MODES]
+    for key, value in results[0][0].items():
         metric, comma, name = key.partition(",")
         if not comma or metric.endswith("_stderr") or metric == "bypass" or not isinstance(value, (int, float)):
             continue
-        values = [float(each[key]) for each in results]
-        errors = [each.get(f"{metric}_stderr,{name}") for each in results]
-        parts = [_of_problems(evaluations[mode]["samples"], row.tasks, metric, name) for mode in MODES]
-        is_mean = all(p and abs(sum(p) / len(p) - v) < 1e-9 for p, v in zip(parts, values, strict=True))
+        values = [float(np.mean([each[key] for each in of_mode])) for of_mode in results]
+        errors = [of_mode[0].get(f"{metric}_stderr,{name}") if len(of_mode) == 1 else None for of_mode in results]
+        parts = [
+            _means([_of_problems(each["samples"], row.tasks, metric, name) for each in evaluations[mode]])
+            for mode in MODES
+        ]
+        is_mean = all(p.size and abs(p.mean() - v) < 1e-9 for p, v in zip(parts, values, strict=True))
         metrics[key] = {
             **dict(zip(MODES, values, strict=True)),
             "stderr": {m: float(e) if isinstance(e, float) else None for m, e in zip(MODES, errors, strict=True)},
@@ -183,6 +198,11 @@ def _of_problems(samples: Mapping[str, Any], tasks: Sequence[str], metric: str, 
     """A metric's values per problem; [] if some are not numbers."""
     values = [sample.get(metric) for task in tasks for sample in samples[task] if sample["filter"] == name]
     return [float(value) for value in values] if all(isinstance(v, (int, float, np.number)) for v in values) else []
+
+
+def _means(samples: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Means over the samples of each problem, [n]; [0] if some are not numbers."""
+    return np.mean(samples, axis=0) if all(samples) else np.empty(0)
 
 
 def _plain(value: object) -> object:
@@ -236,11 +256,13 @@ def eval_markdown(results: dict[str, Any]) -> str:
     """The content of `results.md`."""
     environment = results["environment"]
     models = " and ".join(environment[role]["name"] for role in ("target", "draft") if environment[role])
+    samples = f", {environment['samples']} samples a problem" if "samples" in environment else ""
     lines = [
         f"`{environment['command']}`, {environment['date']}: {models}, "
         f"threshold {describe_threshold(environment['threshold'])}, "
         f"block tokens {environment['block_tokens']}, token drafter of the target: "
-        f"{_proposer(environment['target_drafter'])}, {Sampling(**environment['settings']['resume_sampling'])}; "
+        f"{_proposer(environment['target_drafter'])}, {Sampling(**environment['settings']['resume_sampling'])}"
+        f"{samples}; "
         f"{machine(environment)}, {environment['dtype']}.",
         "",
         *markdown_table(HEADER, eval_rows(results)),

@@ -104,12 +104,14 @@ def test_a_promise_is_broken_no_more_often_than_it_says(shape, n):
 @pytest.mark.slow
 def test_the_simulation_separates_problems_from_drafts(tmp_path, capsys):
     """Drafts counted as problems promise too much where the risk rests above the promise; problems do not."""
-    from tools.calibration_simulation import SHAPES, broken_share, main
+    from tools.calibration_simulation import SHAPES, WINS, broken_share, main
 
     rates = SHAPES["rests just above the promise"]
     assert broken_share(rates, 300, 300, seed=1) <= 0.1 + 3 * (0.1 * 0.9 / 300) ** 0.5
     assert broken_share(rates, 300, 300, seed=1, drafts=4) > 0.2
+    broken = broken_share(rates, 300, 300, seed=1, wins=WINS)
+    assert 0 < broken <= 0.1 + 3 * (0.1 * 0.9 / 300) ** 0.5, "losses of -1, 0 and 1; never broken would show nothing"
     assert main(["--rounds", "2", "--out", str(tmp_path / "out.json")]) == 0
     assert "rests just above the promise" in capsys.readouterr().out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 16 and {"shape", "problems", "by_problem", "by_draft"} == set(rows[0])
+    assert len(rows) == 16 and {"shape", "problems", "by_problem", "by_draft", "accuracy"} == set(rows[0])

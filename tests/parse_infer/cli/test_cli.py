@@ -433,6 +433,9 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         ),
         (["bench", "--limit", "1", "--thresholds", "0.5,x"], "--thresholds is '0.5,x'"),
         (["bench", "--limit", "1", "--threshold", "-1"], "the threshold must be a finite number"),
+        (["bench", "--risk", "0.05", "--draft-temperature", "1"], "promises and benchmarks of servers have greedy"),
+        (["bench", "--samples", "0"], "--samples"),
+        (["bench", "--modes", "target+draft:greedy=0.5"], "greedy of the token drafter 'draft:greedy=0.5' must be a"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, arguments, sentence):

@@ -38,7 +38,7 @@ from parse_infer.evaluation.mode_names import (
 )
 from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
-from parse_infer.evaluation.report import summarise
+from parse_infer.evaluation.report import speedups, summarise
 from parse_infer.evaluation.results_file import to_columns, write_results
 from parse_infer.evaluation.run import BenchSettings, run_bench, schedule
 from parse_infer.evaluation.statistics import (
@@ -660,6 +660,40 @@ def test_all_samples_of_a_sampled_benchmark_count():
     assert (target["distinct"], parse["distinct"]) == (1.0, 0.5)
     assert parse["accuracy_diff_ci"] == (0.0, 0.5), "one problem gains nothing, the other half"
     assert parse["speedup"] == parse["time_speedup"] == 2
+
+
+def test_intervals_of_speed_resample_problems_however_many_answers_each_has():
+    """Nine alike answers to one problem, and one to each of two: as independent rows they would look certain."""
+    seconds = [1.0] * 9 + [4.0, 2.0]
+    ours = [record("x", "parse", 1.0, 10) for _ in seconds]
+    theirs = [record("x", "target", each, 10) for each in seconds]
+    problems = ["a"] * 9 + ["b", "c"]
+    found, naive = (speedups(ours, theirs, keys, seed=0) for keys in (problems, range(11)))
+    assert found["speedup"] == naive["speedup"] == pytest.approx(15 / 11) == found["time_speedup"]
+    assert found["speedup_ci"][1] == pytest.approx(4, abs=0.01) == found["time_speedup_ci"][1], (
+        "only problem b is drawn"
+    )
+    assert naive["speedup_ci"][1] < 2.5
+
+
+def test_drafts_that_a_judge_reads_are_drawn_if_asked(engine, tmp_path: Path):
+    """A judge that keeps everything writes the draft: the same text for greedy drafts, others for drawn ones."""
+    settings = BenchSettings(("parse:whole",), GenerationSettings(BUDGET, threshold=0.0), Sampling(1.0, top_k=50))
+    settings = replace(settings, thresholds=(), repeats=2)
+    drawn = replace(settings, draft_temperature=0.9)
+    assert drawn.answers().draft_sampling == Sampling(0.9, top_k=50) and settings.answers().draft_sampling.greedy
+    found = {
+        folder: run_bench(engine, PROBLEMS[:1], lambda p, t: True, tmp_path / folder, each)
+        for folder, each in (("greedy", settings), ("drawn", drawn))
+    }
+    distinct = {folder: results["modes"]["parse:whole"]["distinct"] for folder, results in found.items()}
+    assert distinct["greedy"] == 0.5 and distinct["drawn"] == 1
+    assert "draft_temperature" not in found["greedy"]["environment"]
+    assert "(drafts that a judge reads: 0.9)" in (tmp_path / "drawn" / "results.md").read_text()
+    with pytest.raises(ValueError, match="does not take draft_sampling: --draft-temperature sets it"):
+        replace(settings, generation=GenerationSettings(draft_sampling=Sampling(1.0)))
+    with pytest.raises(ValueError, match="temperature"):
+        replace(settings, draft_temperature=-1.0)
 
 
 @pytest.mark.slow

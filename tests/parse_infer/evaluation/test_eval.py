@@ -151,6 +151,28 @@ def test_a_task_that_repeats_its_problems_gets_other_samples(make_engine, apples
     assert len(texts_of(tmp_path / "greedy")) == 2, "greedy answers are the same"
 
 
+@pytest.mark.slow
+def test_metrics_of_samples_are_means_over_them(make_engine, apples, tmp_path):
+    """Each sample is an evaluation of its own; a larger number of samples continues the run."""
+    engine, sampled = make_engine(), EvalSettings(3, 8, False, GenerationSettings(resume_sampling=Sampling(1.0)))
+    run_eval(engine, apples([""] * 5), tmp_path / "out", sampled)
+    texts = texts_of(tmp_path / "out")
+    right = apples([*texts, "", ""])
+    assert (
+        run_eval(engine, right, tmp_path / "out", sampled)["tasks"]["apples"]["metrics"]["exact_match,none"]["target"]
+        == 1
+    )
+    results = run_eval(engine, right, tmp_path / "out", replace(sampled, samples=4))
+    figures = results["tasks"]["apples"]
+    metric = figures["metrics"]["exact_match,none"]
+    assert len(texts_of(tmp_path / "out")) == 12 and len(set(texts_of(tmp_path / "out"))) > 3, "other random numbers"
+    assert figures["n"] == 3 and metric["target"] == pytest.approx(0.25) and metric["stderr"]["target"] is None
+    assert metric["difference_ci"][0] <= metric["difference"] <= metric["difference_ci"][1]
+    assert "temperature 1, 4 samples a problem;" in (tmp_path / "out" / "results.md").read_text()
+    with pytest.raises(ValueError, match="samples is 2; it must be at least 1, and 1 for greedy answers"):
+        replace(PLAIN, samples=2)
+
+
 def test_groups_have_one_row_and_lm_evals_average(make_engine, monkeypatch, tmp_path):
     engine = make_engine(threshold=0.3)
     own = answered(engine)

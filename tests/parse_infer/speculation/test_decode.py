@@ -205,7 +205,11 @@ def test_block_verification_keeps_more_than_token_by_token():
     assert whole > 1.02 * one_by_one, (whole, one_by_one)
 
 
-@pytest.mark.parametrize("sizes", [{"tokens": 3, "confidence": 0.1}, {}], ids=["fixed", "measured"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tokens": 3, "confidence": 0.1}, {}, {"tokens": 3, "confidence": 0.1, "greedy": 1}, {"greedy": 1}],
+    ids=["fixed", "measured", "fixed, greedy", "measured, greedy"],
+)
 @pytest.mark.slow
 def test_sampling_through_a_draft_model_keeps_the_distribution(make_model, tokenizer, random_ids, sizes):
     """End to end: the first token of a real decode comes as often as the model alone draws it."""

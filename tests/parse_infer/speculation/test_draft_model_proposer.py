@@ -104,8 +104,29 @@ def test_without_sizes_a_chain_ends_where_it_stops_paying(pair, monkeypatch):
     assert drafter.propose(ids, 40, sampling, random_generator(sampling, "cpu")).tokens
     fixed = DraftModelProposer(draft, target, tokens=4, confidence=0.0)
     assert list(fixed.propose(ids, 40, Sampling(), None).tokens) == chain[:4]
-    assert describe_drafter(drafter) == {"kind": "DraftModelProposer", "tokens": None, "confidence": None}
-    assert describe_drafter(fixed) == {"kind": "DraftModelProposer", "tokens": 4, "confidence": 0.0}
+    kind = {"kind": "DraftModelProposer", "greedy": 0}
+    assert describe_drafter(drafter) == kind | {"tokens": None, "confidence": None}
+    assert describe_drafter(fixed) == kind | {"tokens": 4, "confidence": 0.0}
+
+
+def test_a_greedy_drafter_of_sampled_answers_proposes_first_choices_and_draws_nothing(pair):
+    """Their probability at the request's temperature ends the chain, as it is how often they are kept."""
+    target, draft = pair
+    ids = torch.randint(0, 250, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    chain, _ = plainly(draft, target, ids, 6, 0.0, Sampling())
+    sampling, generator = Sampling(0.7, top_k=5), torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    guess = DraftModelProposer(draft, target, 6, 0.0, greedy=1).propose(ids, 6, sampling, generator)
+    assert (list(guess.tokens), guess.drawn_from) == (chain, None) and torch.equal(generator.get_state(), state)
+    drawn = DraftModelProposer(draft, target, 6, 0.0).propose(ids, 6, sampling, generator)
+    assert list(drawn.tokens) != chain and len(drawn.drawn_from) == 6
+    assert DraftModelProposer(draft, target, greedy=1).propose(ids, 6, sampling, generator).drawn_from is None
+    first = float(plainly(draft, target, ids, 1, 0.0, sampling)[1][0].max())
+    for limit, more in ((first * 0.999, True), (first * 1.001, False)):
+        doubtful = DraftModelProposer(draft, target, 6, min(limit, 1.0), greedy=1)
+        assert (len(doubtful.propose(ids, 6, sampling, generator).tokens) > 1) == more
+    with pytest.raises(ValueError, match="greedy is 2; it must be 0 or 1"):
+        DraftModelProposer(draft, target, greedy=2)
 
 
 def test_reads_are_noted_and_the_model_writes_alone_while_chains_do_not_pay(pair, monkeypatch):
