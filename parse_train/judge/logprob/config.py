@@ -31,7 +31,7 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
         metadata={"help": "Adapter of any pair whose head this training continues, where drafts are few."},
     )
     min_wrong_drafts: int = field(
-        default=10,
+        default=5,
         metadata={"help": "Refuse to train on fewer drafts with an error, counted without the held-out problems."},
     )
     k: int = field(default=5, metadata={"help": "Number of the target's first choices to read; at most as stored."})
