@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, set_seed
 
-from data_tools.labels.rows import read_rows
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
@@ -87,16 +86,6 @@ def main(config: StreamTrainingConfig) -> None:
     tracking.finish()
 
 
-def check_errors(config: StreamTrainingConfig) -> None:
-    """Raise ValueError if the data has fewer wrong drafts than `min_wrong_drafts`, before anything is trained."""
-    wrong = sum(not all(row.labels) for data in (config.data, *config.more_data) for row in read_rows(data))
-    if wrong < config.min_wrong_drafts:
-        raise ParseError(
-            f"{config.data} has {wrong} drafts with an error, fewer than min_wrong_drafts {config.min_wrong_drafts}: "
-            f"build more, or use {config.start_from} alone"
-        )
-
-
 def first_rung(config: StreamTrainingConfig) -> None:
     """Train the judge on log-probabilities if `start_from` is its recipe; then take its adapter and its sizes.
 
@@ -107,6 +96,7 @@ def first_rung(config: StreamTrainingConfig) -> None:
     if config.start_from.endswith((".yaml", ".yml")):
         same = (
             "data",
+            "more_data",
             "eval_data",
             "eval_share",
             "max_length",
@@ -118,16 +108,17 @@ def first_rung(config: StreamTrainingConfig) -> None:
         )
         given = {key: getattr(config, key) for key in same} | {"output_dir": f"{config.output_dir}/logprob"}
         given["report_to"] = config.report_to or "none"
-        options = [part for key, value in given.items() if value is not None for part in (f"--{key}", *_words(value))]
+        options = [
+            part for key, value in given.items() if value not in (None, []) for part in (f"--{key}", *_words(value))
+        ]
         train, first = load_recipe(config.start_from, options)
         if type(first) is not LogprobTrainingConfig:
             raise ParseError(f"start_from {config.start_from} is a recipe of kind {first.kind}, not logprob")
-        check_errors(config)
+        load_datasets(config, 1)  # too few drafts, before anything is trained
         train(first)
         config.start_from = str(first.adapter_dir)
     else:
         read_adapter(resolve(config.start_from))  # a wrong name is a mistake of its own
-        check_errors(config)
     head = (read_adapter(resolve(config.start_from)).validity_config.get("logprobs") or {}).get("head", {})
     for key in ("k", "width", "text_size", "buckets", "sharpness"):
         setattr(config, key, head.get(key, getattr(config, key)))
