@@ -115,6 +115,7 @@ def create_app(
     card = ModelCard(
         id=handler.model,
         created=started,
+        root=runner.name,
         max_model_len=runner.window,
         parse={"threshold": runner.threshold, "risk": risk_settings.risk},
     )

