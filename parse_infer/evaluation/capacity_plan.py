@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from parse_infer.evaluation.serving_costs import Costs
-from parse_infer.evaluation.serving_simulation import Outcome, alone, parse, simulate
+from parse_infer.evaluation.serving_simulation import Outcome, Way, alone, parse, simulate
 from parse_infer.evaluation.tables import format_times, terminal_table
 
 _MORE = 1.02  # answers/s that are more than chance
@@ -17,31 +17,49 @@ _SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the target's
 
 @dataclass(frozen=True)
 class Row:
-    """Both ways to answer at one arrival rate."""
+    """Both ways to answer at one load: arrivals per second, or a number of clients in a closed loop."""
 
-    rate: float
+    load: float
     alone: Outcome
     parse: Outcome
+    closed: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "clients" if self.closed else "arrivals/s"
 
     @property
     def pays(self) -> bool:
-        """Whether the median answer comes sooner; where arrivals exceed a capacity, whether more answers come."""
-        if self.alone.overloaded or self.parse.overloaded:
+        """Whether the median answer comes sooner; of clients, and of arrivals beyond a capacity, whether more come."""
+        if self.closed or self.alone.overloaded or self.parse.overloaded:
             return self.parse.answers_per_s > _MORE * self.alone.answers_per_s
         return self.parse.p50_s < self.alone.p50_s
 
 
 def plan(
-    costs: Costs, rates: Sequence[float], gpus: int, draft_gpus: int, requests: int = 2000, seed: int = 0
+    costs: Costs,
+    loads: Sequence[float],
+    gpus: int,
+    draft_gpus: int,
+    requests: int = 2000,
+    seed: int = 0,
+    closed: bool = False,
 ) -> list[Row]:
-    """Compare both ways on `gpus` GPUs. With PARSE `draft_gpus` of them run the draft model."""
+    """Compare both ways on `gpus` GPUs. With PARSE `draft_gpus` of them run the draft model.
+
+    Args:
+        loads: arrivals per second, or with `closed` numbers of clients, each of which waits for its answer.
+    """
+
+    def at(load: float, way: Way, targets: int, drafts: int) -> Outcome:
+        if not closed:
+            return simulate(costs, way, load, targets, drafts, requests, seed)
+        clients = int(load)
+        return simulate(costs, way, None, targets, drafts, max(requests, 10 * clients), seed, clients)
+
     return [
-        Row(
-            rate,
-            simulate(costs, alone, rate, gpus, 0, requests, seed),
-            simulate(costs, parse, rate, gpus - draft_gpus, draft_gpus, requests, seed),
-        )
-        for rate in sorted(rates)
+        Row(load, at(load, alone, gpus, 0), at(load, parse, gpus - draft_gpus, draft_gpus), closed)
+        for load in sorted(loads)
     ]
 
 
@@ -55,7 +73,7 @@ def default_rates(costs: Costs, gpus: int) -> list[float]:
 def plan_table(rows: Sequence[Row]) -> Table:
     """Build the table. "!" marks arrivals beyond the capacity, for which the times grow without end."""
     header = [
-        "arrivals/s",
+        rows[0].unit,
         *(f"{way}\n{name}" for way in ("alone", "PARSE") for name in ("answers/s", "p50, s", "p99, s")),
     ]
     cells = []
@@ -66,18 +84,19 @@ def plan_table(rows: Sequence[Row]) -> Table:
             figures += [f"{outcome.answers_per_s:.3g}" + "!" * outcome.overloaded, *times]
         known = not (row.alone.overloaded or row.parse.overloaded)
         faster = format_times(row.alone.p50_s / row.parse.p50_s if known else None)
-        cells.append([f"{row.rate:g}", *figures, faster, "yes" if row.pays else "no"])
+        cells.append([f"{row.load:g}", *figures, faster, "yes" if row.pays else "no"])
     return terminal_table([*header, "sooner", "pays"], cells)
 
 
 def plan_summary(rows: Sequence[Row]) -> str:
-    """Say in a sentence up to which of the arrival rates PARSE pays."""
+    """Say in a sentence up to which of the loads PARSE pays."""
+    unit = rows[0].unit
     stops = next((n for n, row in enumerate(rows) if not row.pays), len(rows))
     overloaded = " (!: arrivals exceed what the servers can answer)"
     marked = overloaded if any(row.alone.overloaded or row.parse.overloaded for row in rows) else ""
     if stops == 0:
-        return f"PARSE does not pay at {rows[0].rate:g} arrivals/s{marked}."
-    paid = f"PARSE pays up to {rows[stops - 1].rate:g} arrivals/s"
+        return f"PARSE does not pay at {rows[0].load:g} {unit}{marked}."
+    paid = f"PARSE pays up to {rows[stops - 1].load:g} {unit}"
     if stops == len(rows):
-        return f"{paid}, the highest rate here{marked}."
-    return f"{paid} and stops paying by {rows[stops].rate:g}{marked}."
+        return f"{paid}, the highest load here{marked}."
+    return f"{paid} and stops paying by {rows[stops].load:g}{marked}."

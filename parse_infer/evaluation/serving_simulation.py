@@ -1,8 +1,9 @@
 """Queueing simulation of servers under random arrivals, with PARSE and with the target alone.
 
 The model
-    Requests arrive at random (Poisson) with a rate λ, and stay with the target server that has the fewest. Lengths of
-    answers are exponential around their mean. Both ways to answer get the same requests and as many GPUs.
+    Requests arrive at random (Poisson) with a rate λ, or each of a number of clients sends its next one after its last
+    answer (a closed loop). They stay with the target server that has the fewest. Lengths of answers are exponential
+    around their mean. Both ways to answer get the same requests and as many GPUs.
 
     Processor sharing: n requests that write at once get a token each every t(n) seconds, so one of them writes at
     1 / t(n) tokens/s. t comes from measurements, linear between them. Beyond the largest measured load a server is
@@ -45,6 +46,7 @@ class Outcome:
     p50_s: float
     p99_s: float
     overloaded: bool
+    """Requests arrive faster than they are answered."""
 
 
 Work = tuple[str, str, float]  # "target" or "draft", "read" or "write", tokens
@@ -65,6 +67,10 @@ def parse(costs: Costs, length: float, random: Random) -> Iterator[Work]:
         written = min(left - kept, costs.target_tokens)
         yield "target", "write", written
         left, unread = left - kept - written, 0.0
+
+
+Way = Callable[[Costs, float, Random], Iterator[Work]]
+"""The work of one answer of a length."""
 
 
 class _Server:
@@ -128,14 +134,20 @@ class _Server:
 
 def simulate(
     costs: Costs,
-    way: Callable[[Costs, float, Random], Iterator[Work]],
-    rate: float,
+    way: Way,
+    rate: float | None,
     n_targets: int,
     n_drafts: int = 0,
     requests: int = 2000,
     seed: int = 0,
+    clients: int = 0,
 ) -> Outcome:
-    """Serve `requests` requests at `rate` per second. Without draft servers the targets' GPUs write the drafts."""
+    """Serve `requests` requests.
+
+    Args:
+        rate: requests per second that arrive at random; None: of `clients`, each of which waits for its answer.
+        n_drafts: without draft servers the targets' GPUs write the drafts.
+    """
     arrivals, lengths, errors = (Random(f"{seed} {name}") for name in ("arrivals", "lengths", "errors"))
     targets, drafts = ([_Server(costs) for _ in range(n)] for n in (n_targets, n_drafts))
     servers = targets + drafts
@@ -155,22 +167,29 @@ def simulate(
         ended[request] = now
         homes[request].assigned -= 1
 
+    def begin(now: float) -> None:
+        length = max(1.0, lengths.expovariate(1 / costs.answer_tokens))
+        rests.append(way(costs, length, Random(errors.random())))
+        homes.append(min(targets, key=lambda each: each.assigned))
+        homes[-1].assigned += 1
+        begun.append(now)
+        go_on(len(begun) - 1, now)
+
     coming = 0.0
+    for _ in range(clients):
+        begin(0.0)
     while len(ended) < requests:
         server = min(servers, key=lambda each: each.due)
-        if len(begun) < requests and coming <= server.due:
-            length = max(1.0, lengths.expovariate(1 / costs.answer_tokens))
-            rests.append(way(costs, length, Random(errors.random())))
-            homes.append(min(targets, key=lambda each: each.assigned))
-            homes[-1].assigned += 1
-            begun.append(coming)
-            go_on(len(begun) - 1, coming)
+        if rate is not None and len(begun) < requests and coming <= server.due:
+            begin(coming)
             coming += arrivals.expovariate(rate)
         else:
             now = server.due
             request = server.finish()
             server.assigned -= server is not homes[request]
             go_on(request, now)
+            if rate is None and request in ended and len(begun) < requests:
+                begin(now)
     first = round(WARM_UP * requests)
     times = sorted(ended[request] - begun[request] for request in range(first, requests))
     done = sum(begun[first] <= at < begun[-1] for at in ended.values())
@@ -180,5 +199,5 @@ def simulate(
         sum(times) / len(times),
         times[len(times) // 2],
         times[len(times) * 99 // 100],
-        answers_per_s < OVERLOADED * (len(begun) - first) / (begun[-1] - begun[first]),
+        rate is not None and answers_per_s < OVERLOADED * (len(begun) - first) / (begun[-1] - begun[first]),
     )

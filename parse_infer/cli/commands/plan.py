@@ -20,6 +20,10 @@ def plan(
     rate: Annotated[
         list[float] | None, typer.Option(help="Arrivals per second; repeatable. Default: a range.")
     ] = None,
+    clients: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Instead of --rate: clients that wait for their answers, as in bench; repeatable."),
+    ] = None,
     prompt_tokens: Annotated[float | None, typer.Option(help=f"Mean length of a prompt{_TOKENS}")] = None,
     answer_tokens: Annotated[float | None, typer.Option(help=f"Mean length of an answer{_TOKENS}")] = None,
     draft_tokens: Annotated[float | None, typer.Option(help=f"Tokens of a draft{_TOKENS}")] = None,
@@ -50,6 +54,8 @@ def plan(
         )
     if any(not 0 < each < float("inf") for each in rate or ()):
         raise SettingsError(f"--rate {min(rate or ()):g} is no arrival rate: give a positive number per second")
+    if rate and clients:
+        raise SettingsError("--rate and --clients are two kinds of load: give one")
     known = Costs.read(
         costs,
         prompt_tokens=prompt_tokens,
@@ -58,7 +64,8 @@ def plan(
         kept_tokens=kept_tokens,
         target_tokens=target_tokens,
     )
-    rows = predict(known, rate or default_rates(known, gpus), gpus, draft_gpus, requests, seed)
+    loads = clients or rate or default_rates(known, gpus)
+    rows = predict(known, loads, gpus, draft_gpus, requests, seed, closed=bool(clients))
     split = (
         f"{gpus - draft_gpus} for the target and {draft_gpus} for drafts" if draft_gpus else "shared by both models"
     )

@@ -150,10 +150,26 @@ def test_the_summary_names_the_rate_at_which_parse_stops_paying():
     paid = [row.pays for row in rows]
     assert paid == sorted(paid, reverse=True) and True in paid and False in paid
     stops = paid.index(False)
-    text = f"PARSE pays up to {rows[stops - 1].rate:g} arrivals/s and stops paying by {rows[stops].rate:g}"
+    text = f"PARSE pays up to {rows[stops - 1].load:g} arrivals/s and stops paying by {rows[stops].load:g}"
     assert plan_summary(rows).startswith(text)
-    assert plan_summary(rows[stops:]).startswith(f"PARSE does not pay at {rows[stops].rate:g} arrivals/s")
-    assert plan_summary(rows[:1]).endswith("the highest rate here.")
+    assert plan_summary(rows[stops:]).startswith(f"PARSE does not pay at {rows[stops].load:g} arrivals/s")
+    assert plan_summary(rows[:1]).endswith("the highest load here.")
+
+
+@pytest.mark.parametrize("clients", [1, 5, 32, 64])
+def test_clients_that_wait_keep_a_server_at_their_number(clients):
+    own = costs(prompt_tokens=0)
+    found = simulate(own, alone, None, 1, requests=1500, clients=clients)
+    assert found.answers_per_s == pytest.approx(clients / (200 * own.target_token_s.at(clients)), rel=0.06)
+    assert found.answers_per_s * found.mean_s == pytest.approx(clients, rel=0.06), "Little's law"
+    assert not found.overloaded
+
+
+def test_one_client_drafts_and_reads_in_turn():
+    own = costs(kept_tokens=64, target_tokens=0)
+    found = simulate(own, parse, None, 1, requests=4000, clients=1)
+    assert found.mean_s == pytest.approx(200 * 0.0002 + 200 * (0.002 + 0.0002), rel=0.05)
+    assert found.answers_per_s == pytest.approx(1 / found.mean_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("load", "seconds"), [(0.5, 0.011), (1, 0.011), (4.5, 0.0135), (8, 0.016), (64, 0.078)])
@@ -173,6 +189,13 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()][1:] == ["0.5", "1"]
 
 
+def test_the_command_takes_clients_instead_of_arrivals(tmp_path, capsys):
+    assert run(FILE, tmp_path, "--clients", "8", "--clients", "1") == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()][1:] == ["1", "8"]
+    assert "clients" in out and "arrivals" not in out and "PARSE pays up to 8 clients, the highest load here." in out
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
@@ -185,6 +208,7 @@ def test_the_command_prints_a_table(tmp_path, capsys):
         ({"kept_tokens": 0, "target_tokens": 0}, "", "no answer would grow"),
         ({}, "--gpus 2 --draft-gpus 2", "leaves none for the target"),
         ({}, "--rate 0", "--rate 0 is no arrival rate"),
+        ({}, "--rate 1 --clients 2", "--rate and --clients are two kinds of load: give one"),
         ({}, "--answer-tokens 0", "answer_tokens and draft_tokens must be at least 1"),
     ],
 )
