@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 
@@ -58,3 +59,11 @@ def mixed_engine(make_engine, make_model) -> ParseEngine:
     draft = printable(make_model("llama", seed=15, vocab_size=300, eos_token_id=0), words)
     engine = make_engine()
     return ParseEngine.from_models(engine.target, language_model(draft, words, "draft"), engine.backend.judge)
+
+
+@pytest.fixture
+def litellm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet at its import
+    import litellm
+
+    return litellm

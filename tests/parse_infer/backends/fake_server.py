@@ -18,7 +18,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_sampling import random_generator
 from parse_infer.settings.sampling import Sampling
 
-PIECE = 3  # tokens at a time in a stream
+PIECE = 3  # tokens at a time in a stream, or characters of a chat
 _ONE_AT_A_TIME = threading.Lock()  # servers share weights, to which a verification applies an adapter
 
 
@@ -29,8 +29,8 @@ class FakeServer:
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
-            "unended" (a stream without its mark at the end), "nonsense", "gone" (the connection is closed), "refused",
-            "hangs" (no answer ever), a status with headers, None.
+            "nonsense", "gone" (the connection is closed), "refused", "hangs" (no answer ever), a status with headers,
+            None.
         bodies: of the requests so far.
         written: tokens that were sent in streams.
         pause: seconds before each piece of a stream.
@@ -197,7 +197,10 @@ class FakeServer:
         return []
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Calls a tool, whatever is said; a choice of "auto" is refused, as vLLM does without a parser."""
+        """Calls a tool, and gives the weight once the last message is the tool's result.
+
+        A choice of "auto" is refused, as vLLM does without a parser.
+        """
         body = await request.json()
         self.bodies.append(body)
         fault = self.faults.popleft() if self.faults else None
@@ -205,24 +208,25 @@ class FakeServer:
             return _error(500, "the engine is dead")
         if body.get("tool_choice") == "auto":
             return _error(400, '"auto" tool choice requires --enable-auto-tool-choice')
-        call = {"id": "call-1", "type": "function", "function": {"name": "weigh", "arguments": '{"n": 5}'}}
+        last, reason = body["messages"][-1], "tool_calls"
+        message: dict[str, Any] = {"role": "assistant", "content": None, "reasoning": "by weight"}
+        if last["role"] == "tool":
+            message["content"], reason = f"They weigh {last['content']}.", "stop"
+        else:
+            function = {"name": "weigh", "arguments": '{"n": 5}'}
+            message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
         own = {"id": "chatcmpl-1", "created": 1, "model": "target-17", "prompt_logprobs": None}
         if not body.get("stream"):
-            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "by weight"}
-            choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": None}
+            choice = {"index": 0, "message": message, "finish_reason": reason, "token_ids": None}
             usage = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15, "prompt_tokens_details": None}
             return web.json_response(own | {"object": "chat.completion", "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for delta, reason in (({"tool_calls": [{"index": 0, **call}]}, None), ({}, "tool_calls")):
-            choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        for delta in (*_deltas(message), None):
+            choice = {"index": 0, "delta": delta or {}, "finish_reason": None if delta else reason}
             chunk = own | {"object": "chat.completion.chunk", "choices": [choice]}
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            if fault == "cut":
-                request.transport.close()
-                return response
-        if fault != "unended":
-            await response.write(b"data: [DONE]\n\n")
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:
@@ -282,6 +286,22 @@ class FakeServer:
         found = dict(zip(ids.tolist(), values.tolist(), strict=True))
         listed = {f"token_id:{token}": value for token, value in found.items()}
         return {"index": index, "text": "", "logprobs": {"top_logprobs": [listed]}}
+
+
+def _deltas(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The deltas of a message as vLLM streams it: of a tool call the name, then the arguments in pieces."""
+
+    def pieces(text: str) -> list[str]:
+        return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
+
+    first = {"role": message["role"], "content": ""}
+    if message["content"]:
+        return [first, *({"content": piece} for piece in pieces(message["content"]))]
+    (call,) = message["tool_calls"]
+    function = call["function"]
+    begun = {"index": 0, **call, "function": function | {"arguments": ""}}
+    rest = ({"index": 0, "function": {"arguments": piece}} for piece in pieces(function["arguments"]))
+    return [first, *({"tool_calls": [each]} for each in (begun, *rest))]
 
 
 def _damaged(entries: list[Any], fault: str, start: int) -> list[Any] | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 import torch
 from aiohttp import web
@@ -17,11 +21,76 @@ WEIGH = {"name": "weigh", "description": "Weighs.", "parameters": {"type": "obje
 TOOLS = [{"type": "function", "function": WEIGH}]
 
 
+# The text, and the tool calls as a message of the history has them.
+Reply = tuple[str, list[dict[str, Any]]]
+
+
+def reply(answer: Any) -> Reply:
+    """What an agent reads from a completion, or joins from the chunks of one."""
+    if not isinstance(answer, list):
+        message = answer.choices[0].message
+        return message.content or "", [call.model_dump() for call in message.tool_calls or ()]
+    deltas = [chunk.choices[0].delta for chunk in answer]
+    calls: dict[int, dict[str, Any]] = {}
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
+    for piece in pieces:
+        if piece.id:
+            function = {"name": piece.function.name, "arguments": ""}
+            calls[piece.index] = {"id": piece.id, "type": piece.type, "function": function}
+        calls[piece.index]["function"]["arguments"] += piece.function.arguments
+    assert answer[-1].choices[0].finish_reason == ("tool_calls" if calls else "stop")
+    assert not calls or len(pieces) > 2, "not in pieces"
+    return "".join(delta.content or "" for delta in deltas), list(calls.values())
+
+
+@pytest.fixture(params=["sync", "sync, streamed", "async", "async, streamed"])
+def ask(request, relaying) -> Callable[[list[dict[str, Any]]], Reply]:
+    """Asks with tools, by one of openai's clients."""
+    served, stream = relaying[0], "streamed" in request.param
+    chat = {"model": served.runner.name, "tools": TOOLS, "stream": stream}
+
+    def ask_sync(messages: list[dict[str, Any]]) -> Reply:
+        with served.client as client:
+            answer = client.chat.completions.create(**chat, messages=messages)
+            return reply(list(answer) if stream else answer)
+
+    async def ask_async(messages: list[dict[str, Any]]) -> Reply:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(**chat, messages=messages)
+            return reply([chunk async for chunk in answer] if stream else answer)
+
+    return (lambda messages: asyncio.run(ask_async(messages))) if "async" in request.param else ask_sync
+
+
+def test_openai_calls_a_tool(ask):
+    text, (call,) = ask(USER)
+    function = {"name": "weigh", "arguments": '{"n": 5}'}
+    assert (text, call) == ("", {"id": "call-1", "type": "function", "function": function})
+
+
+def test_an_agent_answers_with_the_result_of_its_tool(ask, relaying):
+    """It asks until there is no further call, and sends each time what was said before."""
+    served, targets = relaying
+    tools = {"weigh": lambda n: f"{n * 150} g"}
+    messages, turns = [*USER], 0
+    while turns < 5:
+        text, calls = ask(messages)
+        turns += 1
+        if not calls:
+            break
+        messages.append({"role": "assistant", "content": text or None, "tool_calls": calls})
+        for call in calls:
+            result = tools[call["function"]["name"]](**json.loads(call["function"]["arguments"]))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    assert (text, turns) == ("They weigh 750 g.", 2)
+    sent = [body["messages"] for target in targets for body in target.bodies]
+    assert sorted(sent, key=len) == [USER, messages], "the whole history reaches the target"
+    assert "parse_answers_relayed_total 2.0" in served.metrics
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_litellm_calls_a_tool(relaying, monkeypatch, stream):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet at its import
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+def test_litellm_calls_a_tool(relaying, litellm, stream):
     served, _ = relaying
     where = {"model": f"openai/{served.runner.name}", "api_base": f"{served.url}/v1", "api_key": "none"}
     answer = litellm.completion(**where, messages=USER, tools=TOOLS, tool_choice="required", stream=stream)
@@ -31,17 +100,22 @@ def test_litellm_calls_a_tool(relaying, monkeypatch, stream):
 
 
 @pytest.mark.slow
-def test_langchain_calls_a_tool(relaying):
-    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+def test_langchain_calls_a_tool_and_uses_its_result(relaying):
+    from langchain_openai import ChatOpenAI
+
     served, _ = relaying
-    model = langchain_openai.ChatOpenAI(model=served.runner.name, base_url=f"{served.url}/v1", api_key="none")
-    tooled = model.bind_tools(TOOLS, tool_choice="weigh")
-    (call,) = tooled.invoke("How heavy are 5 apples?").tool_calls
+    model = ChatOpenAI(model=served.runner.name, base_url=f"{served.url}/v1", api_key="none")
+    tooled = model.bind_tools(TOOLS)
+    called = tooled.invoke(USER)
+    (call,) = called.tool_calls
     assert (call["name"], call["args"]) == ("weigh", {"n": 5})
     whole = None
-    for piece in tooled.stream("How heavy are 5 apples?"):
+    for piece in tooled.stream(USER):
         whole = piece if whole is None else whole + piece
     assert whole.tool_calls[0]["args"] == {"n": 5}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "750 g"}
+    for message in (called, whole):
+        assert tooled.invoke([*USER, message, result]).content == "They weigh 750 g."
 
 
 class Echoing(FakeServer):
