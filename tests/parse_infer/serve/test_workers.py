@@ -16,10 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from parse_infer.cli.app import main
 from parse_infer.models.loading import load_language_model
+from parse_infer.serve.server import ApiServer
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 PROMPT = [{"role": "user", "content": "A boy has 6 stickers. His brother has 3 fewer. How many do they have?"}]
@@ -153,6 +155,31 @@ def test_workers_answer_on_one_port_and_count_together():
                 process.terminate()
                 assert answer.result(60).status_code == 200
             assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(("chosen", "served_draft", "threads"), [(None, True, 1), ("2", True, 3), (None, False, 3)])
+def test_each_judging_thread_computes_alone(folders, monkeypatch, chosen, served_draft, threads):
+    """Unless the user chose the number, or a draft model runs in the process."""
+    found = []
+
+    def run(self: ApiServer, sockets: object) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(torch.get_num_threads).result())
+
+    monkeypatch.setattr(ApiServer, "run", run)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    models = folders[:4]
+    target, draft = (load_language_model(each, role="target") for each in models[1::2])
+    torch.set_num_threads(3)
+    try:
+        with serving(FakeServer(target)) as target_server, serving(FakeServer(draft)) as draft_server:
+            urls = ["--target-url", target_server.url, *(["--draft-url", draft_server.url] * served_draft)]
+            assert main(["serve", "--backend", "vllm", *models, "--judge", "min_p", *urls, "--port", "0"]) == 0
+    finally:
+        torch.set_num_threads(1)
+    assert found == [threads]
 
 
 @pytest.mark.parametrize("options", [[], ["--backend", "vllm", "--target-url", "http://t:1"]])
