@@ -112,9 +112,9 @@ def test_an_error_at_the_start_is_raised_once():
     assert errors.count("no server of the target answers") == 1 and "parse_infer.errors.ParseError" in errors
 
 
-def total(text: str, name: str) -> float:
+def total(text: str, name: str, **labels: str) -> float:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(sample.value for sample in samples if sample.name == name)
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 @pytest.mark.slow
@@ -154,6 +154,26 @@ def test_workers_answer_on_one_port_and_count_together():
                 assert soon(lambda: counted("parse_answers_running"))
                 process.terminate()
                 assert answer.result(60).status_code == 200
+            assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_single_process_has_a_metrics_port_too():
+    models = [load_language_model(f"zoo:{role}", role=role) for role in ("target", "draft")]
+    with serving(FakeServer(models[0])) as target, serving(FakeServer(models[1])) as draft:
+        addresses = ["--backend", "vllm", "--target-url", target.url, "--draft-url", draft.url]
+        command = [sys.executable, "-m", "parse_infer", "serve", *addresses, "--port", "0", "--metrics-port", "0"]
+        with started([*command, "--api-key", "secret"]) as process:
+            url, metrics = (re.search(r"http://[\d.:]+", process.stdout.readline())[0] for _ in range(2))
+            body, key = {"messages": PROMPT, "max_tokens": 8}, {"Authorization": "Bearer secret"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=key, timeout=60)
+            assert answer.status_code == 200
+            text = httpx.get(f"{metrics}/metrics", timeout=60).text
+            assert total(text, "parse_answers_total") == total(text, "parse_answer_seconds_count") == 1
+            assert total(text, "process_cpu_seconds_total") > 0
+            assert soon(lambda: total(httpx.get(f"{metrics}/metrics", timeout=60).text, "parse_parallel") == 64)
+            assert httpx.get(f"{url}/metrics", headers=key, timeout=60).status_code == 404
+            process.terminate()
             assert process.wait(60) == 0
 
 
