@@ -16,6 +16,7 @@ import yaml
 
 from parse_infer import __version__
 from parse_infer.backends.launch.vllm_process import CACHED_READS, STREAM_INTERVAL, arguments
+from parse_infer.backends.pool import discovery
 from parse_infer.cli.app import app
 from parse_infer.serve.middleware import OPEN
 
@@ -148,9 +149,18 @@ def test_a_drain_or_a_node_takes_no_role_as_a_whole():
     budget = kubernetes()["PodDisruptionBudget", "parse"]["spec"]
     assert budget["maxUnavailable"] == 1
     assert set(budget["selector"]["matchExpressions"][0]["values"]) == set(pods())
-    (spread,) = pods()["parse-coordinator"]["topologySpreadConstraints"]
-    labels = kubernetes()["Deployment", "parse-coordinator"]["spec"]["selector"]
-    assert spread["labelSelector"] == labels and spread["topologyKey"] == "kubernetes.io/hostname"
+    owners = {name: one["spec"] for (_, name), one in kubernetes().items() if "template" in one.get("spec", {})}
+    assert owners.keys() == pods().keys()
+    for name, owner in owners.items():
+        (spread,) = pods()[name]["topologySpreadConstraints"]
+        assert spread["labelSelector"] == owner["selector"] and spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_an_update_ends_no_server_before_coordinators_use_its_successor():
+    """They find it within two intervals, as the DNS may remember the old addresses for one, and then examine it."""
+    for role in ("target", "draft"):
+        assert kubernetes()["StatefulSet", f"parse-{role}"]["spec"]["minReadySeconds"] > 2 * discovery.EVERY_S + 10
+    assert kubernetes()["Deployment", "parse-coordinator"]["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
 
 
 def test_the_service_monitor_finds_the_coordinators_metrics():

@@ -18,8 +18,8 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
     """Write the head of `adapter` as an adapter for `target`, of which only configuration and tokenizer are loaded.
 
     Its threshold accepts nothing until a calibration, because the right one depends on the pair. The range of usual
-    drafts and the known text of the old target do not carry over: any draft is judged, and of a server only the
-    tokens are checked, so another model with the same tokenizer is not noticed.
+    drafts and the known text of the old target do not carry over: any draft is judged, and of the first server only
+    the tokens are checked, so another model with the same tokenizer is not noticed.
 
     Raises:
         FileNotFoundError: the adapter or the target does not exist.

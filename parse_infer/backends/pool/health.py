@@ -37,6 +37,7 @@ class Replica:
         dialect: of the server's engine.
         root: source of its model, as first reported.
         examined: whether the server passed `examine` since its last start or recovery.
+        recognised_at: when its model was last recognised by a known text (`time.monotonic`).
         waits: timeouts of the requests that wait for this server; they expire when the server becomes unhealthy.
     """
 
@@ -50,6 +51,7 @@ class Replica:
         self.dialect: Dialect = DEFAULT
         self.root: str | None = None
         self.examined = False
+        self.recognised_at = 0.0
         self.waits: set[asyncio.Timeout] = set()
         self.missed = 0
         self.check: asyncio.Task[None] | None = None

@@ -61,6 +61,7 @@ class ReplicaPool:
         identity: model and adapter of the replicas.
         fields: extra fields of every request.
         examine: checks a new or recovered replica thoroughly; raises ValueError if the replica must not be used.
+        recognise: part of each health check; raises likewise.
         observer: takes reports about requests and replicas.
     """
 
@@ -88,10 +89,11 @@ class ReplicaPool:
         self.fields: dict[str, Any] = {}
         self.patience_s = patience_s
         self.examine: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
+        self.recognise: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._attempts, self._back_off_s, self._clock = attempts, back_off_s, clock
         self._health = HealthChecks(
-            role, self.members, client, self.identity.check, self._examine, self._report_unhealthy
+            role, self.members, client, self._identify, self._examine, self._report_unhealthy
         )
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
         self._discovery = Discovery(role, urls, self._set_members)
@@ -303,6 +305,10 @@ class ReplicaPool:
             self.members.remove(before[url])
             self._health.remove(before[url])
             log.info("the %s server %s has gone", self.role, url)
+
+    async def _identify(self, server: Replica) -> None:
+        await self.identity.check(server)
+        await self.recognise(server)
 
     async def _examine(self, server: Replica) -> None:
         await self.examine(server)  # looks the attribute up at each call

@@ -80,6 +80,7 @@ class ServerBackend:
 
     async def handshake(self) -> None:
         """Check models, tokenizers and judges of all servers. Raises as `from_pretrained` does."""
+        self._target.servers.recognise = self._target.recognise
         for servers, language in self._known():
             servers.examine = partial(self._examine, servers, language)
             await servers.handshake()

@@ -57,6 +57,7 @@ class LogprobReads:
     ) -> None:
         self.config, self.max_tokens = config, max_tokens
         self.k, self.judge = 1 if judge is None else judge.k, judge
+        self._first: torch.Tensor | None = None
 
     @property
     def first_tokens(self) -> int:
@@ -96,19 +97,21 @@ class LogprobReads:
 
     def check(self, response: object, dialect: Dialect, url: str) -> None:
         """Raise ValueError if the response to a read of `reference` comes from another model than the adapter's
-        target, or lacks log-probabilities that the judge reads."""
+        target, or lacks log-probabilities that the judge reads. A judge that knows no log-probabilities of the target,
+        such as a rule, compares with the first server that was checked."""
+        known = self._known["logprobs"]
         try:
-            known = self._known["logprobs"]
-            read = dialect.parse(response, self.reference[-max(len(known), 1) :], self.k)
+            read = dialect.parse(response, self.reference[-len(known) :] if known else self.reference[1:], self.k)
         except ServerError as error:
             raise ServerError(f"the target server {url} cannot judge drafts by log-probabilities: {error}") from error
-        if not known:  # the judge of another target
-            return
-        expected = torch.tensor(known)
+        if known:
+            expected, owner = torch.tensor(known), f"the adapter's target {self.config.target['name']!r}"
+        else:
+            self._first = read.own if self._first is None else self._first
+            expected, owner = self._first, "the first target server did at the start"
         difference = (read.own.clamp_min(_CLIP) - expected.clamp_min(_CLIP)).abs().mean().item()
         if not difference <= _NOISE:
             raise ServerError(
-                f"the target server {url} runs another model than the adapter's target "
-                f"{self.config.target['name']!r}: log-probabilities of a known text differ by {difference:.2f} "
-                f"nats on average (limit {_NOISE:g})"
+                f"the target server {url} runs another model than {owner}: log-probabilities of a known text differ "
+                f"by {difference:.2f} nats on average (limit {_NOISE:g})"
             )

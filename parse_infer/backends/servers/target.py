@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from parse_infer.backends.pool.client import RequestRejected
+from parse_infer.backends.pool.client import RequestRejected, TransientServerError
 from parse_infer.backends.pool.health import Replica
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.retries import Failing, Lease
@@ -28,6 +29,9 @@ from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_infer.text.tokenizer_spec import TokenizerSpec
 
 log = logging.getLogger("parse_infer.backends")
+
+RECOGNISE_EVERY_S = 60.0
+_RECOGNISE_LIMIT_S = 2.0  # failed requests may wait for the health check that this is a part of
 
 
 class Target:
@@ -145,9 +149,26 @@ class Target:
                 f"the target server {server.url} runs {dialect.name}, which returns no log-probabilities of prompts: "
                 "give a vLLM or SGLang server, and this one as draft server"
             )
-        known = await self.servers.ask_one(server, *dialect.read(self.reads.reference, self.reads.k))
-        self.reads.check(known, dialect, server.url)
+        await self._read_known_text(self.reads, server)
         server.reads_cache = await CachedReadCheck(self.servers, server, self.reads, self.language.window).passes()
+
+    async def recognise(self, server: Replica) -> None:
+        """Raise ValueError if an examined server runs another model by now, as after an update of its weights.
+
+        It is asked every `RECOGNISE_EVERY_S`. A server that is too busy to answer is asked again at its next check.
+        """
+        due = server.recognised_at + RECOGNISE_EVERY_S
+        if self.reads is None or not server.examined or time.monotonic() < due:
+            return
+        with suppress(TimeoutError, TransientServerError, RequestRejected):
+            async with asyncio.timeout(_RECOGNISE_LIMIT_S):
+                await self._read_known_text(self.reads, server)
+
+    async def _read_known_text(self, reads: LogprobReads, server: Replica) -> None:
+        """Raise as `LogprobReads.check` and `ReplicaPool.ask_one` do."""
+        known = await self.servers.ask_one(server, *server.dialect.read(reads.reference, reads.k))
+        reads.check(known, server.dialect, server.url)
+        server.recognised_at = time.monotonic()
 
     async def written(
         self, request: Request, lease: Lease | None, streamed: bool, limit: int = sys.maxsize

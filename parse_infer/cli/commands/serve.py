@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging.config
+import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -167,9 +168,13 @@ def _serve(
         traces = Traces()
     runner: Runner
     if models.served:
+        import torch
+
         from parse_infer.serve.loop_runner import LoopRunner
 
         runner = LoopRunner(models.load(expected=settings.risk_settings.expected, start_servers=False))
+        if "draft" in runner.pools and "OMP_NUM_THREADS" not in os.environ:  # else a draft model here uses the cores
+            torch.set_num_threads(1)  # many threads judge, and each would have an OpenMP team of its own
     else:
         from parse_infer.serve.thread_runner import ThreadRunner
 

@@ -345,7 +345,7 @@ def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:
 
 
 @contextmanager
-def serving(server: FakeServer) -> Iterator[FakeServer]:
+def serving(server: FakeServer, host: str = "127.0.0.1") -> Iterator[FakeServer]:
     async def models(request: web.Request) -> web.Response:
         card = {"max_model_len": server.lm.window, "root": server.root, **server.card}
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
@@ -388,12 +388,12 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         web.post("/inference/v1/generate", server.generate),
         *server.more_routes(),
     ]
-    with serving_app(routes, guarded) as server.url:
+    with serving_app(routes, guarded, host=host) as server.url:
         yield server
 
 
 @contextmanager
-def serving_app(routes: list[web.RouteDef], *middlewares: Any) -> Iterator[str]:
+def serving_app(routes: list[web.RouteDef], *middlewares: Any, host: str = "127.0.0.1") -> Iterator[str]:
     """Serve the routes in a thread; yields the address."""
     loop, ready, address = asyncio.new_event_loop(), threading.Event(), list[str]()
 
@@ -402,9 +402,9 @@ def serving_app(routes: list[web.RouteDef], *middlewares: Any) -> Iterator[str]:
         app.add_routes(routes)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
-        address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        address.append(f"http://{host}:{runner.addresses[0][1]}")
         return runner
 
     def run() -> None:

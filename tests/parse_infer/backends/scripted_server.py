@@ -41,7 +41,7 @@ class ScriptedServer(FakeServer):
 
     def break_off(self) -> None:
         """Close all connections with an unfinished answer, as where a server is killed."""
-        for transport in list(self._open):
+        for transport in filter(None, list(self._open)):
             self.broken += 1
             self._loop.call_soon_threadsafe(transport.abort)
 

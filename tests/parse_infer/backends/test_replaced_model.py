@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import httpx
 import pytest
 
+from parse_infer.backends.pool import health
+from parse_infer.backends.servers import target as target_module
+from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
+from parse_infer.engine import ParseEngine
+from parse_infer.judge.rules.min_p import MinP
+from parse_infer.models.decoder import Decoder
+from parse_infer.models.loading import LanguageModel
+from parse_infer.serve.loop_runner import LoopRunner
+from parse_infer.serve.settings import RiskSettings
 from tests.parse_infer.backends.conftest import soon
+from tests.parse_infer.backends.fake_server import FakeServer
 from tests.parse_infer.backends.test_answers_over_servers import PROMPT
-from tests.parse_infer.language_models import language_model, word_tokenizer
+from tests.parse_infer.language_models import language_model, printable, word_tokenizer
+from tests.parse_infer.serve.conftest import running
 
 SETTINGS = {"max_new_tokens": 24, "threshold": 0.0}
 
@@ -47,3 +62,65 @@ def test_a_server_with_another_model_is_unused(engine, connect, quick_checks, mo
     change(server)
     assert soon(coordinator, lambda: not member.healthy)
     assert said in member.last_error
+
+
+def run_model(server: FakeServer, lm: LanguageModel) -> None:
+    server.lm, server.decoder = lm, Decoder(lm.model, ())
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert what()
+
+
+@pytest.mark.parametrize("judge", ["adapter", "rule"])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_promise_has_no_target_whose_weights_have_changed(
+    make_engine, connect, make_model, tokenizer, quick_checks, monkeypatch, judge, restarts
+):
+    """Its name and files are those of before; a rule has no log-probabilities of the target to compare with."""
+    monkeypatch.setattr(health, "RETRY_EVERY_S", 0.02)
+    monkeypatch.setattr(target_module, "RECOGNISE_EVERY_S", 0.0)
+    engine = make_engine()
+    if judge == "rule":
+        engine = ParseEngine.from_models(engine.target, engine.draft, MinP().load(tokenizer))
+    coordinator, (target,), _ = connect(engine, patience_s=0.1)
+    tried = [TestedPoint(OperatingPoint(0.3, 8), 0, 0.04, 2.0, 0.1)]
+    coordinator.calibrations = (Calibration("t", 300, "x", "lost", 0.9, 24, coordinator.describe(), tried, {0.9: 0}),)
+    other = language_model(printable(make_model("llama", seed=3), tokenizer), tokenizer, "target")
+    with running(LoopRunner(coordinator), engine, risk_settings=RiskSettings(0.9)) as served:
+
+        def ready() -> bool:
+            return httpx.get(f"{served.url}/ready", timeout=60).status_code == 200
+
+        assert ready() and served.chat(max_tokens=24).json()["choices"][0]["parse"]["risk"] == 0.9
+        target.offline = restarts
+        wait_for(lambda: ready() is not restarts)
+        run_model(target, other)
+        target.offline = False
+        (member,) = coordinator.backend.servers["target"].members
+        wait_for(lambda: "runs another model than" in member.last_error)
+        assert not ready()
+        target.bodies.clear()
+        assert served.chat(max_tokens=24).status_code == 503
+        assert all(body.get("prompt_logprobs") and body["max_tokens"] == 1 for body in target.bodies), "known texts"
+        run_model(target, engine.target)
+        wait_for(ready)
+        assert served.chat(max_tokens=24).json()["choices"][0]["parse"]["risk"] == 0.9
+
+
+def test_a_server_that_is_too_busy_to_be_recognised_keeps_its_requests(engine, connect, quick_checks, monkeypatch):
+    monkeypatch.setattr(target_module, "RECOGNISE_EVERY_S", 0.0)
+    monkeypatch.setattr(target_module, "_RECOGNISE_LIMIT_S", 0.02)
+    coordinator, (target,), _ = connect(engine)
+    coordinator.generate_target(PROMPT, max_new_tokens=4)
+    (member,) = coordinator.backend.servers["target"].members
+    target.judge_fault = "hangs"
+    target.bodies.clear()
+    assert soon(coordinator, lambda: len(target.bodies) > 2)
+    target.judge_fault = "500"
+    target.bodies.clear()
+    assert soon(coordinator, lambda: len(target.bodies) > 2)
+    assert member.healthy and not member.missed

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from parse_infer.cli.app import main
 from parse_infer.models.loading import load_language_model
+from parse_infer.serve.server import ApiServer
 from tests.parse_infer.backends.fake_server import FakeServer, serving
 
 PROMPT = [{"role": "user", "content": "A boy has 6 stickers. His brother has 3 fewer. How many do they have?"}]
@@ -110,9 +112,9 @@ def test_an_error_at_the_start_is_raised_once():
     assert errors.count("no server of the target answers") == 1 and "parse_infer.errors.ParseError" in errors
 
 
-def total(text: str, name: str) -> float:
+def total(text: str, name: str, **labels: str) -> float:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(sample.value for sample in samples if sample.name == name)
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 @pytest.mark.slow
@@ -153,6 +155,51 @@ def test_workers_answer_on_one_port_and_count_together():
                 process.terminate()
                 assert answer.result(60).status_code == 200
             assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_single_process_has_a_metrics_port_too():
+    models = [load_language_model(f"zoo:{role}", role=role) for role in ("target", "draft")]
+    with serving(FakeServer(models[0])) as target, serving(FakeServer(models[1])) as draft:
+        addresses = ["--backend", "vllm", "--target-url", target.url, "--draft-url", draft.url]
+        command = [sys.executable, "-m", "parse_infer", "serve", *addresses, "--port", "0", "--metrics-port", "0"]
+        with started([*command, "--api-key", "secret"]) as process:
+            url, metrics = (re.search(r"http://[\d.:]+", process.stdout.readline())[0] for _ in range(2))
+            body, key = {"messages": PROMPT, "max_tokens": 8}, {"Authorization": "Bearer secret"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=key, timeout=60)
+            assert answer.status_code == 200
+            text = httpx.get(f"{metrics}/metrics", timeout=60).text
+            assert total(text, "parse_answers_total") == total(text, "parse_answer_seconds_count") == 1
+            assert total(text, "process_cpu_seconds_total") > 0
+            assert soon(lambda: total(httpx.get(f"{metrics}/metrics", timeout=60).text, "parse_parallel") == 64)
+            assert httpx.get(f"{url}/metrics", headers=key, timeout=60).status_code == 404
+            process.terminate()
+            assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(("chosen", "served_draft", "threads"), [(None, True, 1), ("2", True, 3), (None, False, 3)])
+def test_each_judging_thread_computes_alone(folders, monkeypatch, chosen, served_draft, threads):
+    """Unless the user chose the number, or a draft model runs in the process."""
+    found = []
+
+    def run(self: ApiServer, sockets: object) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(torch.get_num_threads).result())
+
+    monkeypatch.setattr(ApiServer, "run", run)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    models = folders[:4]
+    target, draft = (load_language_model(each, role="target") for each in models[1::2])
+    torch.set_num_threads(3)
+    try:
+        with serving(FakeServer(target)) as target_server, serving(FakeServer(draft)) as draft_server:
+            urls = ["--target-url", target_server.url, *(["--draft-url", draft_server.url] * served_draft)]
+            assert main(["serve", "--backend", "vllm", *models, "--judge", "min_p", *urls, "--port", "0"]) == 0
+    finally:
+        torch.set_num_threads(1)
+    assert found == [threads]
 
 
 @pytest.mark.parametrize("options", [[], ["--backend", "vllm", "--target-url", "http://t:1"]])
