@@ -92,9 +92,7 @@ class ReplicaPool:
         self.recognise: Callable[[Replica], Awaitable[None]] = _nothing_to_examine
         self._client = client
         self._attempts, self._back_off_s, self._clock = attempts, back_off_s, clock
-        self._health = HealthChecks(
-            role, self.members, client, self._identify, self._examine, self._report_unhealthy
-        )
+        self._health = HealthChecks(role, self.members, client, self._identify, self._examine, self._report_unhealthy)
         self._balancer = Balancer(role, self.members, self._health, failure, clock, choose)
         self._discovery = Discovery(role, urls, self._set_members)
         self._load = ServerLoad(self.members, client, clock)
