@@ -81,6 +81,7 @@ class Workers:
 
         Raises the error of a worker that cannot start at first. Later ones are started again, after longer pauses.
         """
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would compete with the other workers
         with self._signals():
             workers = [self._start() for _ in range(self.n)]
             try:
