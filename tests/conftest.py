@@ -206,7 +206,7 @@ def random_adapter() -> Callable[..., Any]:
         )
         if not stream:
             return ValidityAdapter(config, reader.requires_grad_(False).eval())
-        head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, -1.0, layers, second, ceiling=9.0))
+        head = StreamHead(reader, StreamHeadConfig(model.config.hidden_size, 8, -1.0, layers, second))
         for layer in (head.project, head.beside, head.out):
             torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
             torch.nn.init.zeros_(layer.bias)

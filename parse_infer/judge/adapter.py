@@ -112,7 +112,7 @@ class ValidityConfig:
         if (stream := values.get("stream")) is not None:
             sizes = {f.name for f in fields(StreamHeadConfig)}
             found = set((stream.get("head") or ()) if isinstance(stream, dict) else ())
-            if not sizes - {"layers", "second", "ceiling"} <= found <= sizes:  # which the first ones had not
+            if not sizes - {"layers", "second"} <= found <= sizes:  # which the first ones had not
                 raise ModelError("validity_config.json has an incomplete stream: export the adapter again")
         scaled = values.get("probability")
         if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):

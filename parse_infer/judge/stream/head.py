@@ -31,8 +31,8 @@ class StreamHeadConfig:
     Attributes:
         hidden_size: H of the target.
         size: inner size of the correction.
-        floor, ceiling: tokens that the trunk doubts less or more, and the target's first choices, are not corrected.
-            So a draft without other tokens needs no second stream. None: no ceiling.
+        floor: tokens that the trunk doubts less, and the target's first choices, are not corrected. So a draft without
+            other tokens needs no second stream.
         layers: the correction reads the inputs of these layers at the draft's own tokens, counted as in
             `Decoder.capture_hidden`. The pass over the draft computes them anyway.
         second: whether there is a second stream.
@@ -43,7 +43,6 @@ class StreamHeadConfig:
     floor: float = -5.0
     layers: Sequence[int] = ()
     second: bool = True
-    ceiling: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", list(self.layers))  # as in JSON
@@ -52,12 +51,6 @@ class StreamHeadConfig:
     def states(self) -> int:
         """S, the number of hidden states that the correction reads of a token."""
         return len(self.layers) + self.second
-
-
-def in_band(doubt: Tensor, floor: float, ceiling: float | None) -> Tensor:
-    """Whether the doubt about each token is between the two, bool [...]; see `StreamHeadConfig`."""
-    above = doubt > floor
-    return above if ceiling is None else above & (doubt < ceiling)
 
 
 class StreamHead(nn.Module):
@@ -90,11 +83,7 @@ class StreamHead(nn.Module):
         [B, T]; arguments as of `LogprobHead.encode`, from the answer's start."""
         hidden, _ = self.trunk.encode(features, ids, first, texts)
         doubt = self.trunk.doubt(features, hidden)
-        return doubt, hidden, self.uncertain(doubt) & (ids != first)
-
-    def uncertain(self, doubt: Tensor) -> Tensor:
-        """Whether the trunk's doubt is in the band that is corrected, bool [...]."""
-        return in_band(doubt, self.stream.floor, self.stream.ceiling)
+        return doubt, hidden, (doubt > self.stream.floor) & (ids != first)
 
     def correct(self, doubt: Tensor, hidden: Tensor, states: Tensor, where: Tensor, p_dropout: float = 0.0) -> Tensor:
         """Add the correction to the doubt about some tokens.

@@ -64,7 +64,7 @@ class StreamScorer(LogprobScorer):
 
     def _corrected(self, reading: Reading, carried: Carried, doubt: Tensor, hidden: Tensor) -> Tensor:
         """Return the corrected doubt [T], of which the target's first choices are -inf."""
-        where = self.stream.uncertain(doubt)
+        where = doubt > self.stream.stream.floor
         n, read = len(doubt), []
         if self.lora and reading.trailing is None:
             doubted = where.nonzero()

@@ -54,9 +54,8 @@ class StreamTrainingConfig(LogprobTrainingConfig):
     sure_share: float = field(
         default=0.01,
         metadata={
-            "help": "Tokens are corrected in a band of the first judge's doubt, which training chooses: this share of "
-            "the wrong held-out drafts has no token of more doubt than its floor, and this share of the right ones "
-            "has a token of more doubt than its ceiling. 0: all tokens but the target's first choices."
+            "help": "Tokens are corrected that the first judge doubts by more than a floor, which training chooses: "
+            "this share of the wrong drafts has no such token. 0: all tokens but the target's first choices."
         },
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the second stream's LoRA; 0: no second stream."})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,15 +17,14 @@ from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead
-from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig, in_band
+from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.architecture import text_config
 from parse_infer.models.loading import load_language_model
 from parse_infer.models.names import resolve
 from parse_train import checkpoints, training_run
-from parse_train.judge.data import ValidityDataset
 from parse_train.judge.logprob.config import LogprobTrainingConfig
-from parse_train.judge.logprob.data import LogprobCollator, load_datasets
+from parse_train.judge.logprob.data import LogprobCollator, LogprobExample, load_datasets
 from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
 from parse_train.judge.request_risk import calibrate_requests
@@ -64,11 +64,11 @@ def main(config: StreamTrainingConfig) -> None:
         provenance=facts.provenance | {name: getattr(config, name) for name in settings},
     )
     texts = TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets)
-    band, read = choose_band(trunk, evaluation, texts, config.sure_share)
+    floor, read = choose_floor(trunk, [*train.examples, *evaluation.examples], texts, config.sure_share)
     if config.process_index == 0:
-        print(f"{read:.0%} of the held-out drafts have a token whose doubt may be corrected")
+        print(f"{read:.0%} of the drafts have a token that may be corrected, of more doubt than {floor:.2f}")
     facts.provenance["corrected_drafts"] = round(read, 4)
-    model = build_model(config, target.model, trunk, texts, band)
+    model = build_model(config, target.model, trunk, texts, floor)
     models = build.target["name"], build.draft.get("name")
     start = begin(config, models, train, counts)
     collator = StreamCollator(target.render, target.tokenizer.pad_token_id or 0)
@@ -129,25 +129,20 @@ def _words(value: object) -> list[str]:
 
 
 @torch.no_grad()
-def choose_band(
-    trunk: LogprobHead, drafts: ValidityDataset, texts: TokenTexts, share: float
-) -> tuple[tuple[float, float | None], float]:
-    """Return floor and ceiling of the doubt in which tokens are corrected (`StreamTrainingConfig.sure_share`), and the
-    share of the drafts with such a token."""
-    reader, collate, doubts = LogprobModel(trunk, texts).eval(), LogprobCollator(), []
+def choose_floor(
+    trunk: LogprobHead, drafts: Sequence[LogprobExample], texts: TokenTexts, share: float
+) -> tuple[float, float]:
+    """Return the doubt above which tokens are corrected (`StreamTrainingConfig.sure_share`), and the share of the
+    drafts that have such a token. Held-out drafts alone would be too few for the quantile."""
+    reader, collate, most = LogprobModel(trunk, texts).eval(), LogprobCollator(), []
     for start in range(0, len(drafts), _AT_ONCE):
-        part = collate(drafts.examples[start : start + _AT_ONCE])
+        part = collate(drafts[start : start + _AT_ONCE])
         features = reader.features(part["own"], part["top"], part["ids"], part["first"])
         doubt, _ = trunk(features, part["ids"], part["first"], texts)
-        doubts += doubt.masked_fill(part["ids"] == part["first"], NO_DOUBT)  # as in padding
-    most = torch.stack([doubt.max() for doubt in doubts])
-    right = torch.tensor([all(example.labels) for example in drafts.examples])
-    floor, ceiling = NO_DOUBT, None
-    if share and right.any() and not right.all():
-        floor = float(most[~right].quantile(share))
-        ceiling = max(float(most[right].quantile(1 - share)), floor + 1)  # where the judge is never wrong
-    inside = [bool(in_band(doubt, floor, ceiling).any()) for doubt in doubts]
-    return (floor, ceiling), sum(inside) / len(inside)
+        most.append(doubt.masked_fill(part["ids"] == part["first"], NO_DOUBT).amax(-1))  # as in padding
+    doubt, wrong = torch.cat(most), torch.tensor([not all(draft.labels) for draft in drafts])
+    floor = float(doubt[wrong].quantile(share)) if share and wrong.any() else NO_DOUBT
+    return floor, float((doubt > floor).float().mean())
 
 
 def build_model(
@@ -155,13 +150,12 @@ def build_model(
     target: PreTrainedModel,
     trunk: LogprobHead,
     texts: TokenTexts,
-    band: tuple[float, float | None] = (NO_DOUBT, None),
+    floor: float = NO_DOUBT,
 ) -> StreamModel:
     """Add a LoRA and a correction, both initially zero, to the target and the trunk."""
     sizes, n = text_config(target), config.hidden_layers
     layers = tuple(sorted({round(i * sizes.num_hidden_layers / n) for i in range(1, n + 1)}))
-    floor, ceiling = band
-    head = StreamHeadConfig(sizes.hidden_size, config.stream_size, floor, layers, config.lora_rank > 0, ceiling)
+    head = StreamHeadConfig(sizes.hidden_size, config.stream_size, floor, layers, config.lora_rank > 0)
     return StreamModel(
         target,
         StreamHead(trunk, head),
