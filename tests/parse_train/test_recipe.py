@@ -76,7 +76,7 @@ def test_environment_variables_come_from_the_recipe(recipe: Path, monkeypatch: p
         ("learning_rat: 1", "unknown key learning_rat; did you mean 'learning_rate'?"),
         ("lora_rank: many", "argument --lora_rank/--lora-rank: invalid int value: 'many'"),
         ("lora_rank: 1.5", "invalid int value: '1.5'"),
-        ("lora_rank: 0", "lora_rank is 0; it must be at least 1"),
+        ("lora_rank: -1", "lora_rank is -1; it must be at least 0"),
         ("eval_share: 1.5", "eval_share is 1.5; it must lie between 0 and 1"),
         ("cut_policy: {kind: word}", "unknown cut policy 'word'"),
         ("cut_policy:", "cut_policy is empty: give it a value, or leave the key out"),

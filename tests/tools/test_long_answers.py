@@ -84,7 +84,7 @@ def test_only_whole_drafts_of_problems_that_the_judge_never_saw_count(monkeypatc
         (["empty", "--adapter", "zoo:none"], "'zoo:none' is not an embedded model"),
         (
             ["empty", "--adapter", "judge"],
-            "judge reads a second stream: name the one it was trained from, runs/log",
+            "judge reads hidden states: name the one it was trained from, runs/log",
         ),
     ],
 )

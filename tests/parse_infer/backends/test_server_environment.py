@@ -169,7 +169,7 @@ def test_the_longest_read_is_an_option(coordinator):
 def test_an_adapter_with_a_second_stream_is_refused_before_a_server_starts(coordinator, random_adapter, tmp_path):
     model = load_language_model("zoo:target", role="target").model
     random_adapter(model, stream=True).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="reads a second stream of the target, which servers do not run: use the"):
+    with pytest.raises(ValueError, match="reads hidden states of the target, which servers do not return: use the"):
         coordinator(tmp_path / "adapter")
 
 
