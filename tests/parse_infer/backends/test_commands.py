@@ -191,7 +191,7 @@ def test_many_clients_of_the_server_get_the_engines_text(engine, connect):
 def test_over_servers_adaptive_is_the_default(coordinated, monkeypatch, options, adaptive):
     calls = []
     for place in ("thread_runner.ThreadRunner", "loop_runner.LoopRunner"):
-        backend = SimpleNamespace(name="target", close=lambda: None)
+        backend = SimpleNamespace(name="target", pools={}, close=lambda: None)
         monkeypatch.setattr(f"parse_infer.serve.{place}", lambda models, backend=backend: backend)
     monkeypatch.setattr(
         "parse_infer.serve.app.create_app", lambda runner, settings, *_: calls.append(settings.adaptive)
