@@ -100,6 +100,7 @@ def first_rung(config: StreamTrainingConfig) -> None:
             "eval_data",
             "eval_share",
             "max_length",
+            "min_wrong_drafts",
             "seed",
             "report_to",
             "project",

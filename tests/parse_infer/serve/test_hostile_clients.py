@@ -159,10 +159,10 @@ class Server:
 
 @pytest.fixture(scope="module", params=["local", "vllm"])
 def server(folders, request) -> Iterator[Server]:
-    words = ["serve", "--port", "0", "--device", "cpu", "--no-generation-config", "--max-waiting", "400"]
+    words = ["serve", "--port", "0", "--no-generation-config", "--max-waiting", "400"]
     with ExitStack() as stack:
         if request.param == "local":
-            words += folders
+            words += [*folders, "--device", "cpu"]
         else:
             words += ["--backend", "vllm", "--judge", "min_p", *folders[:4]]
             for role, folder in (("target", folders[1]), ("draft", folders[3])):
