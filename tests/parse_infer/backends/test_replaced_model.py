@@ -69,7 +69,7 @@ def run_model(server: FakeServer, lm: LanguageModel) -> None:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not what() and time.monotonic() < end:
         time.sleep(0.01)
     assert what()
