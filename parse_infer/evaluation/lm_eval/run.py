@@ -66,7 +66,7 @@ class EvalSettings:
     def __post_init__(self) -> None:
         self.generation()  # validates
         if self.samples < 1 or (self.samples > 1 and self.parse.resume_sampling.greedy):
-            raise ParseError(f"samples is {self.samples}; it must be at least 1, and 1 for greedy answers")
+            raise ParseError(f"samples is {self.samples}; it must be at least 1, and more need a temperature")
         if self.limit is not None and self.limit < 1:
             raise ParseError(f"limit is {self.limit}; it must be at least 1")
         if (seed := self.parse.resume_sampling.seed) is not None:

@@ -169,7 +169,7 @@ def test_metrics_of_samples_are_means_over_them(make_engine, apples, tmp_path):
     assert figures["n"] == 3 and metric["target"] == pytest.approx(0.25) and metric["stderr"]["target"] is None
     assert metric["difference_ci"][0] <= metric["difference"] <= metric["difference_ci"][1]
     assert "temperature 1, 4 samples a problem;" in (tmp_path / "out" / "results.md").read_text()
-    with pytest.raises(ValueError, match="samples is 2; it must be at least 1, and 1 for greedy answers"):
+    with pytest.raises(ValueError, match="samples is 2; it must be at least 1, and more need a temperature"):
         replace(PLAIN, samples=2)
 
 
