@@ -4,7 +4,8 @@ Needs vLLM. Starts the servers of a pair (`--pair smollm2` for the larger pair),
 
 cpu            CPU time of the coordinator per request, 8 concurrent requests
 killed         1,000 requests, 32 concurrent, each server killed once: wrong and lost answers, memory before and after
-costs FILE     write the costs that `parse-infer plan` reads, at 1, 8 and 32 concurrent requests
+costs FILE     write the costs that `parse-infer plan` reads, at 1, 8 and 32 concurrent requests; a row alone. A small
+               draft model runs in this process, as in `parse-infer bench`; with --draft-server, on a server
 useless FILE   prompts outside the draft model's task (jsonl, such as MT-Bench's): adaptive from a cold start, then
                alternating with the target alone, 32 and 8 concurrent requests
 
@@ -158,10 +159,13 @@ def main(words: Sequence[str]) -> None:
         file = "".join(words[words.index("costs") + 1 :][:1])
         if not file:
             sys.exit("costs: give the file to write")
+        if rows:
+            sys.exit(f"costs: measure it alone, without {', '.join(rows)}")
         rows["costs"] = partial(costs, file=file)
     target = PAIR_NAMES[pair]
+    local_draft = None if "costs" in rows and "--draft-server" not in words else False
     with ParseEngine.from_pretrained(
-        target, *PAIRS[target], backend="vllm", local_draft=False, on_progress=progress
+        target, *PAIRS[target], backend="vllm", local_draft=local_draft, on_progress=progress
     ) as engine:
         engine.adaptive = False
         for name, row in (rows or ROWS).items():

@@ -50,6 +50,13 @@ class TokenLogprobs:
         left = (1 - chances.sum(-1)).clamp_min(_LEAST_LEFT)
         return -(chances * top).sum(-1) - left * left.log()
 
+    def at_temperature(self, temperature: float) -> TokenLogprobs:
+        """The same with logits divided by a temperature of at most 1. All tokens but the first k are taken as one, so
+        a probability is at most the true one."""
+        left = (1 - self.top.exp().sum(-1, keepdim=True)).clamp_min(_LEAST_LEFT).log()
+        total = (torch.cat([self.top, left], -1) / temperature).logsumexp(-1)
+        return replace(self, own=self.own / temperature - total, top=self.top / temperature - total[..., None])
+
     def first(self, k: int) -> TokenLogprobs:
         """The same with the first `k` choices only."""
         return replace(self, top_ids=self.top_ids[..., :k], top=self.top[..., :k])

@@ -15,7 +15,7 @@ from parse_infer.serve.audit import Audit
 from parse_infer.serve.errors import ApiError, unknown_field, value_errors_as_400
 from parse_infer.serve.event_stream import RequestedAnswers, answers
 from parse_infer.serve.metrics import Metrics
-from parse_infer.serve.passthrough import PassedRequest, Unknown, pass_through
+from parse_infer.serve.passthrough import RelayedRequest, Unknown, pass_through
 from parse_infer.serve.protocol.chat import ChatBody
 from parse_infer.serve.protocol.completion import CompletionBody
 from parse_infer.serve.protocol.fields import MOST_UNKNOWN, Body
@@ -131,7 +131,7 @@ class RequestHandler:
 
         return CancellableResponse(work)
 
-    def relay(self, request: PassedRequest) -> CancellableResponse:
+    def relay(self, request: RelayedRequest) -> CancellableResponse:
         """Pass a request through to the target's server, without a draft."""
         if not isinstance(model := request.model, str | None):
             raise ApiError(400, "model: give a text", "invalid_value", "model")

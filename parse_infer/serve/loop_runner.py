@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Any
 
 from parse_infer.backends.pool import client
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import Failing, Unavailable
@@ -81,17 +81,9 @@ class LoopRunner(Runner):
                 finally:
                     self._audits -= job.audit
 
-    async def relay(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        fields: Mapping[str, Any] | None,
-        whole: bool,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def relay(self, request: PassedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
-            async with aclosing(self._backend.relay(method, path, body, headers, fields, whole)) as pieces:
+            async with aclosing(self._backend.relay(request)) as pieces:
                 with self._engine.in_flight():
                     async for piece in pieces:
                         yield piece

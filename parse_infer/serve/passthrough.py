@@ -22,6 +22,7 @@ from starlette.routing import Match
 from starlette.types import Send
 
 from parse_infer.backends.pool.origin import REQUEST_ID
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.serve.admission import AdmissionQueue
 from parse_infer.serve.errors import ApiError, unsupported_field
@@ -43,25 +44,18 @@ _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
-class PassedRequest:
+class RelayedRequest(PassedRequest):
     """A request for the target's server.
 
     Attributes:
-        headers: those that concern the content.
-        fields: the JSON object in `body`; None: it has another content.
         because: the field that only the target's server supports, or the route. A log has the part before a colon,
             which nobody but us has written.
     """
 
-    method: str
-    path: str
-    body: bytes
-    headers: Mapping[str, str]
-    fields: Mapping[str, Any] | None
     because: str
 
     @classmethod
-    async def of(cls, request: Request, fields: Mapping[str, Any] | None, because: str) -> PassedRequest:
+    async def of(cls, request: Request, fields: Mapping[str, Any] | None, because: str) -> RelayedRequest:
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         path = f"{request.scope['path']}?{request.url.query}" if request.url.query else request.scope["path"]
         return cls(request.method, path, await request.body(), headers, fields, because)
@@ -80,10 +74,6 @@ class PassedRequest:
         n = (self.fields or {}).get("n")
         return n if isinstance(n, int) and n > 0 else 1
 
-    @property
-    def streams(self) -> bool:
-        return (self.fields or {}).get("stream") is True
-
 
 class Unknown(Exception):
     """Ends the handling of a request with a field that only the target's server may know."""
@@ -93,7 +83,7 @@ class Unknown(Exception):
         super().__init__(f"unknown field: {name}")
 
 
-def passing_route(relay: Callable[[PassedRequest], Response]) -> type[ReadingRoute]:
+def passing_route(relay: Callable[[RelayedRequest], Response]) -> type[ReadingRoute]:
     """Return a kind of route that relays each request with a field that is not supported, or not known, here."""
 
     class PassingRoute(ReadingRoute):
@@ -110,14 +100,14 @@ def passing_route(relay: Callable[[PassedRequest], Response]) -> type[ReadingRou
                     if unsupported is None or not isinstance((await request.json()).get("model"), str | None):
                         raise
                     because = unsupported
-                return relay(await PassedRequest.of(request, await request.json(), because))
+                return relay(await RelayedRequest.of(request, await request.json(), because))
 
             return handle
 
     return PassingRoute
 
 
-async def other_request(request: Request) -> PassedRequest:
+async def other_request(request: Request) -> RelayedRequest:
     """Return a request for a route that only the target's server may have.
 
     Raises HTTPException where the route would change that server or PARSE has it for other methods, and ApiError where
@@ -129,21 +119,21 @@ async def other_request(request: Request) -> PassedRequest:
     if any(route.matches(request.scope)[0] is Match.PARTIAL for route in request.app.routes):
         raise HTTPException(405)
     if not await request.body() or "json" not in request.headers.get("content-type", "application/json"):
-        return await PassedRequest.of(request, None, "path")
+        return await RelayedRequest.of(request, None, "path")
     try:
         fields = await request.json()
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
-    return await PassedRequest.of(request, fields, "path")
+    return await RelayedRequest.of(request, fields, "path")
 
 
 async def pass_through(
     runner: Runner,
     queue: AdmissionQueue,
     metrics: Metrics,
-    request: PassedRequest,
+    request: RelayedRequest,
     note: Callable[[Mapping[str, Any]], None],
     send: Send,
 ) -> None:
@@ -155,9 +145,8 @@ async def pass_through(
     try:
         async with queue.place(request.answers, relayed=True):
             with api_errors():
-                sent = request.method, request.path, request.body, request.headers, request.fields
                 async with queue.seat(request.answers, relayed=True):
-                    await response.write(runner.relay(*sent, whole=not request.streams))
+                    await response.write(runner.relay(request))
             metrics.relayed.inc(request.answers)
             metrics.count_client(request.answers)
             fields = {

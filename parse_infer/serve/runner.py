@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.calibration.schema import Calibration
 from parse_infer.errors import ParseError, PromptError
@@ -184,15 +185,7 @@ class Runner(ABC):
             **{name: None if token is None else str(token) for name, token in special.items()},
         }
 
-    def relay(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        fields: Mapping[str, Any] | None,
-        whole: bool,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    def relay(self, request: PassedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to the target's server, if the runner `relays`.
 
         See `ServerBackend.relay`. Raises ApiError, also in the middle of a response.

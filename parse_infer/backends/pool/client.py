@@ -15,6 +15,7 @@ import aiohttp
 from pydantic_core import from_json, to_json
 
 from parse_infer.backends.pool.origin import origin_headers
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retry_after import read_retry_after
 from parse_infer.backends.pool.server_sent_events import event_data
@@ -167,25 +168,19 @@ class Client:
                 yield chunk
         raise TransientServerError(f"{url} closed the connection in the middle of an answer")
 
-    async def passed(
-        self, method: str, server: str, path: str, body: bytes, headers: Mapping[str, str], whole: bool
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def passed(self, request: PassedRequest, server: str) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Send a request as it is; yield the head of the response, then the pieces of its body unchanged.
 
-        A rejection of the request is a response too. Raises TransientServerError for failures of the server, and
-        RequestRejected where the server rejects our key or address.
-
-        Args:
-            path: below the server's address, with the query.
-            headers: of the request, in lower case; without `content-type` the body is JSON.
-            whole: read a body that is no event stream before the head is yielded, so that a response cut off can be
-                retried.
+        A rejection of the request is a response too. Where the client wants no stream, the body is read before the
+        head is yielded, so that a response cut off can be retried. Raises TransientServerError for failures of the
+        server, and RequestRejected where the server rejects our key or address.
         """
-        ours = path.partition("?")[0] in _ROUTES
+        ours = request.path.partition("?")[0] in _ROUTES
         passes = partial(_concerns_request, every_server_has_route=ours)
-        async with self._answer(method, f"{server}{path}", body, headers, passes) as response:
+        url = f"{server}{request.path}"
+        async with self._answer(request.method, url, request.body, request.headers, passes) as response:
             head = ResponseHead.of(response.status, response.raw_headers)
-            if whole and not head.is_event_stream:
+            if not request.streams and not head.is_event_stream:
                 content = await response.read()
                 yield head
                 yield content

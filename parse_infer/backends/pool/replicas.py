@@ -11,8 +11,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from parse_infer.backends.pool.balancer import Balancer
@@ -22,6 +23,7 @@ from parse_infer.backends.pool.discovery import Discovery, resolve
 from parse_infer.backends.pool.health import HealthChecks, Replica
 from parse_infer.backends.pool.identity import Identity
 from parse_infer.backends.pool.observer import PoolObserver
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.retries import TRIAL_SILENCE_S, Attempt, FailedAttempts, Lease, headers_of
 from parse_infer.backends.pool.server_load import ServerLoad
@@ -253,20 +255,17 @@ class ReplicaPool:
                 return
         raise self._balancer.failing(tried)
 
-    async def passed(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], whole: bool, lease: Lease
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def passed(self, request: PassedRequest, lease: Lease) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
         Raises as `ask` does. A response that has begun is not retried.
         """
-        headers = {**headers, **headers_of(lease)}
+        request = replace(request, headers={**request.headers, **headers_of(lease)})
         begun, tried = False, self._no_attempts(lease)
         while tried.left and not begun:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
-                passed = self._client.passed(method, server.url, path, body, headers, whole)
-                async with aclosing(passed) as pieces:
+                async with aclosing(self._client.passed(request, server.url)) as pieces:
                     while (piece := await self._next(attempt, pieces, None)) is not None:
                         attempt.answered = begun = True
                         if isinstance(piece, ResponseHead) and piece.status >= 400:

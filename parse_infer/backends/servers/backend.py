@@ -18,6 +18,7 @@ import torch
 
 from parse_infer.backends.pool.client import RequestRejected
 from parse_infer.backends.pool.health import Replica
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.backends.pool.replicas import ReplicaPool
 from parse_infer.backends.pool.response_head import ResponseHead
 from parse_infer.backends.pool.sessions import Sessions
@@ -246,35 +247,25 @@ class ServerBackend:
                 return await self._target.read(context, draft, cuts, Carried(), (), at)
             return await self._target.ask(context, draft, cuts, at)
 
-    async def relay(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        fields: Mapping[str, Any] | None,
-        whole: bool,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+    async def relay(self, request: PassedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on to a target server; yield the head of its response, then the body, all unchanged.
 
         The body's bytes are changed only where the target's server must find another model name, no `parse`, or
         this engine's options of the chat template. A chat goes where its turn before went.
 
-        Args:
-            headers: those of the request to pass on, in lower case.
-            fields: the JSON object in `body`; None: another content, which is passed on as it is.
-            whole: read a response that is no event stream before the head is yielded, so that it can be retried.
-
         Raises OSError if no server answers, and ValueError if the server rejects our key or address.
         """
         servers = self._target.servers
         try:
-            sent = body if fields is None else self._passed_body(body, fields)
-            session = self._sessions.of(None if fields is None else _conversation(fields))
+            sent, conversation = request, None
+            if request.fields is not None:
+                sent = replace(request, body=self._passed_body(request.body, request.fields))
+                conversation = _conversation(request.fields)
+            session = self._sessions.of(conversation)
         except RecursionError as error:
             raise RequestRejected("the body is nested too deeply", status=400) from error
         with servers.acquire(session=session) as lease:
-            async with aclosing(servers.passed(method, path, sent, headers, whole, lease)) as pieces:
+            async with aclosing(servers.passed(sent, lease)) as pieces:
                 async for piece in pieces:
                     yield piece
 

@@ -130,6 +130,11 @@ def check_between(rule: str, option: str, value: float, low: float, high: float)
         raise SettingsError(f"the {option} of {rule} is {value}; it must be above {low:g} and at most {high:g}")
 
 
+def of_temperature(temperature: float) -> str:
+    """The end of the fingerprint of a rule on probabilities at this temperature."""
+    return "" if temperature == 1 else f":temperature={temperature:.6g}"
+
+
 def check_count(rule: str, option: str, value: float, most: int) -> None:
     """Raise ValueError unless `value` is a whole number from 1 to `most`."""
     if value not in range(1, most + 1):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parse_infer.judge.rules.rule import MOST_CHOICES, TokenRule, check_between
+from parse_infer.judge.rules.rule import MOST_CHOICES, TokenRule, check_between, of_temperature
 from parse_infer.judge.token_logprobs import TokenLogprobs
 
 
@@ -26,6 +26,7 @@ class TypicalAcceptance(TokenRule):
     Args:
         epsilon: keep draft tokens of more than this probability; default threshold.
         delta: keep draft tokens of more than this times exp(-H) too. Another threshold keeps δ / √ε as it is here.
+        temperature: of probabilities and entropy; for Medusa's own rule that of the requests.
 
     Raises:
         ValueError: a value is not above 0 and at most 1.
@@ -33,11 +34,12 @@ class TypicalAcceptance(TokenRule):
 
     epsilon: float = 0.09
     delta: float = 0.3
+    temperature: float = 1
 
     summary = "Medusa's typical acceptance: keeps likely tokens, and less likely ones where the target is uncertain"
 
     def __post_init__(self) -> None:
-        for option in ("epsilon", "delta"):
+        for option in ("epsilon", "delta", "temperature"):
             check_between("typical_acceptance", option, getattr(self, option), 0, 1)
 
     @property
@@ -54,8 +56,10 @@ class TypicalAcceptance(TokenRule):
 
     @property
     def fingerprint(self) -> str:
-        return f"typical-acceptance:ratio={self._ratio:.6g}"
+        return f"typical-acceptance:ratio={self._ratio:.6g}" + of_temperature(self.temperature)
 
     def log_scores(self, found: TokenLogprobs) -> Tensor:
         """With δ = c·√ε, a token is kept for each ε below p or below (p·exp(H) / c)²."""
+        if self.temperature != 1:
+            found = found.at_temperature(self.temperature)
         return torch.maximum(found.own, 2 * (found.own + found.entropy - math.log(self._ratio)))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -345,7 +345,11 @@ def _answer(choices: list[dict[str, Any]], fault: str | None) -> web.Response:
 
 
 @contextmanager
-def serving(server: FakeServer, host: str = "127.0.0.1") -> Iterator[FakeServer]:
+def serving(
+    server: FakeServer, host: str = "127.0.0.1", on_start: Callable[[], None] = lambda: None
+) -> Iterator[FakeServer]:
+    """Serve in a thread, which calls `on_start` first."""
+
     async def models(request: web.Request) -> web.Response:
         card = {"max_model_len": server.lm.window, "root": server.root, **server.card}
         return web.json_response({"data": [{"id": name, **card} for name in server.names]})
@@ -388,12 +392,17 @@ def serving(server: FakeServer, host: str = "127.0.0.1") -> Iterator[FakeServer]
         web.post("/inference/v1/generate", server.generate),
         *server.more_routes(),
     ]
-    with serving_app(routes, guarded, host=host) as server.url:
+    with serving_app(routes, guarded, host=host, on_start=on_start) as server.url:
         yield server
 
 
 @contextmanager
-def serving_app(routes: list[web.RouteDef], *middlewares: Any, host: str = "127.0.0.1") -> Iterator[str]:
+def serving_app(
+    routes: list[web.RouteDef],
+    *middlewares: Any,
+    host: str = "127.0.0.1",
+    on_start: Callable[[], None] = lambda: None,
+) -> Iterator[str]:
     """Serve the routes in a thread; yields the address."""
     loop, ready, address = asyncio.new_event_loop(), threading.Event(), list[str]()
 
@@ -408,6 +417,7 @@ def serving_app(routes: list[web.RouteDef], *middlewares: Any, host: str = "127.
         return runner
 
     def run() -> None:
+        on_start()
         asyncio.set_event_loop(loop)
         runner = loop.run_until_complete(begin())
         ready.set()

@@ -39,6 +39,11 @@ class ScriptedServer(FakeServer):
         self.broken = 0
         self._open: set[Any] = set()
 
+    @property
+    def unfinished(self) -> int:
+        """Answers that are being written."""
+        return len(self._open)
+
     def break_off(self) -> None:
         """Close all connections with an unfinished answer, as where a server is killed."""
         for transport in filter(None, list(self._open)):

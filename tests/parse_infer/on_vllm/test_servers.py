@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from parse_infer.backends.pool.passed_request import PassedRequest
 from parse_infer.engine import ParseEngine
 from parse_infer.models.names import resolve
 from parse_infer.request.output import Generation
@@ -147,7 +148,7 @@ def test_the_targets_server_holds_answers_to_a_form(coordinator):
     async def answered(**fields) -> dict:
         asked = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 64, "temperature": 0} | fields
         body = json.dumps(asked).encode()
-        pieces = coordinator.backend.relay("POST", "/v1/chat/completions", body, {}, asked, whole=True)
+        pieces = coordinator.backend.relay(PassedRequest("POST", "/v1/chat/completions", body, {}, asked))
         head, content = [piece async for piece in pieces]
         answer = json.loads(content)
         return answer["choices"][0]["message"] if head.status == 200 else {"status": head.status}

@@ -20,8 +20,9 @@ def fail(listening: socket.socket, on_start: Callable[[str], None]) -> None:
     raise ConnectionError("no server of the target answers")
 
 
-def run_command(words: Sequence[str], log: str) -> None:
+def run_command(words: Sequence[str], log: str, on_start: Callable[[], None] = lambda: None) -> None:
     """`parse-infer` with these words, which writes to the file `log`, and looks for new servers all the time."""
+    on_start()
     from parse_infer.backends.pool import discovery
     from parse_infer.cli.app import main
 

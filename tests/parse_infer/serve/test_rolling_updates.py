@@ -1,7 +1,6 @@
 """Rolling updates under load: of the target's servers, and of coordinators in processes of their own with a new judge.
 
-Hosts are addresses of the loopback interface. Network namespaces would need rights that some machines refuse, and no
-test here is about a network that loses packets.
+Each server and coordinator has a host of its own, where this machine lets a test make network namespaces.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.models.loading import LanguageModel, load_language_model
 from tests.parse_infer.backends.fake_server import serving
 from tests.parse_infer.backends.scripted_server import ScriptedServer
+from tests.parse_infer.serve.hosts import Host, hosts
 from tests.parse_infer.serve.small_workers import run_command
 from tests.parse_infer.serve.test_workers import soon, total
 
@@ -157,32 +157,33 @@ class Fleet:
     """
 
     stack: ExitStack
+    hosts: Iterator[Host]
     folder: Path
     models: list[str]
     target: LanguageModel
     draft: ScriptedServer
     adapters: dict[str, Path] = field(default_factory=dict)
-    targets: list[tuple[ScriptedServer, AbstractContextManager[Any]]] = field(default_factory=list)
-    hosts: Iterator[str] = field(default_factory=lambda: (f"127.0.0.{n}" for n in range(2, 100)))
+    targets: list[tuple[ScriptedServer, AbstractContextManager[Any], Host]] = field(default_factory=list)
 
     def start_target(self) -> ScriptedServer:
         server = ScriptedServer(self.target)
         server.pause = PAUSE_S
-        context = serving(server, next(self.hosts))
+        host = next(self.hosts)
+        context = serving(server, host.address, host.enter)
         context.__enter__()
-        self.targets.append((server, context))
+        self.targets.append((server, context, host))
         return server
 
     def kill_target(self) -> ScriptedServer:
         """Kill the oldest one in the middle of its streams."""
-        server, context = self.targets.pop(0)
+        server, context, _ = self.targets.pop(0)
         assert soon(lambda: server.break_off() or server.broken)
         context.__exit__(None, None, None)
         return server
 
     def list_targets(self) -> None:
         beside = self.folder / "new.txt"
-        beside.write_text("".join(f"{server.url}\n" for server, _ in self.targets))
+        beside.write_text("".join(f"{server.url}\n" for server, _, _ in self.targets))
         beside.replace(self.folder / "targets.txt")
 
     def start_coordinators(self, judge: str, n: int = 2) -> list[Coordinator]:
@@ -191,16 +192,18 @@ class Fleet:
         options += ["--risk", str(RISKS[judge]), "--no-adaptive"]
         found = []
         for host in itertools.islice(self.hosts, n):
-            with socket.create_server((host, 0)) as free:
-                port = free.getsockname()[1]
-            words = [*options, "--host", host, "--port", str(port)]
-            process = PROCESSES.Process(
-                target=run_command, args=(words, str(self.folder / f"{host}.log")), daemon=True
-            )
+            if host.namespace:
+                port = 8000
+            else:
+                with socket.create_server((host.address, 0)) as free:
+                    port = free.getsockname()[1]
+            words = [*options, "--host", host.address, "--port", str(port)]
+            log = self.folder / f"{host.address}.log"
+            process = PROCESSES.Process(target=run_command, args=(words, str(log), host.enter), daemon=True)
             process.start()
             self.stack.callback(process.join)
             self.stack.callback(process.kill)
-            found.append(Coordinator(process, f"http://{host}:{port}"))
+            found.append(Coordinator(process, f"http://{host.address}:{port}"))
         for each in found:
             assert soon(lambda: is_ready(each.url) or not each.process.is_alive()) and each.process.is_alive()  # noqa: B023
         return found
@@ -213,7 +216,7 @@ class Fleet:
         adapter.config.logprobs["reference"] = {"ids": known, "logprobs": own}
         folder = self.adapters[name] = self.folder / name
         adapter.save_pretrained(folder)
-        urls = {"target_url": [server.url for server, _ in self.targets], "draft_url": self.draft.url}
+        urls = {"target_url": [server.url for server, _, _ in self.targets], "draft_url": self.draft.url}
         target, draft = self.models[1::2]
         with ParseEngine.from_pretrained(target, draft, folder, backend="vllm", **urls) as engine:
             models = engine.describe()
@@ -241,17 +244,18 @@ def fleet(folders, random_adapter, tmp_path_factory) -> Iterator[Fleet]:
         load_language_model(folder, role=role) for folder, role in zip(models[1::2], ("target", "draft"), strict=True)
     )
     with ExitStack() as stack:
-        own = ScriptedServer(draft)
+        own, some = ScriptedServer(draft), stack.enter_context(hosts())
         own.pause, own.wrong_every = PAUSE_S / 2, 10
-        stack.enter_context(serving(own))
-        found = Fleet(stack, tmp_path_factory.mktemp("fleet"), models, target, own)
+        host = next(some)
+        stack.enter_context(serving(own, host.address, host.enter))
+        found = Fleet(stack, some, tmp_path_factory.mktemp("fleet"), models, target, own)
         for _ in range(TARGETS):
             found.start_target()
         found.list_targets()
         for seed, name in enumerate(RISKS, 1):
             found.add_judge(name, random_adapter(target.model, seed))
         yield found
-        for _, context in found.targets:
+        for _, context, _ in found.targets:
             context.__exit__(None, None, None)
 
 
@@ -278,6 +282,32 @@ def test_targets_are_replaced_one_after_the_other(fleet, old):
     assert sum(each.counted("parse_answers_total") for each in old) - counted == len(load.answers), "none doubled"
     assert broken >= TARGETS, "streams broke off"
     print(f"{len(load.answers)} answers, {broken} streams broke off")
+
+
+@pytest.mark.slow
+def test_a_host_of_the_target_leaves_the_network(fleet, old):
+    """No connection to it is closed. Its answers go on elsewhere, once health checks miss it."""
+    server, context, host = fleet.targets[0]
+    if not host.namespace:
+        pytest.skip("this machine lets a test make no network namespaces")
+    load = Load([each.url for each in old])
+    with load.runs():
+        load.wait_for_answers()
+        assert soon(lambda: server.unfinished)
+        host.cut_off()
+        cut = server.unfinished
+        numbers = len(load.answers) + 2 * CLIENTS
+        assert soon(lambda: len(load.answers) >= numbers)
+        for each in old:
+            assert soon(lambda: each.counted("parse_target_servers_healthy") == TARGETS - 1)  # noqa: B023
+        load.wait_for_answers()
+    fleet.check(load)
+    fleet.targets.pop(0)
+    context.__exit__(None, None, None)
+    fleet.start_target()
+    fleet.list_targets()
+    assert cut
+    print(f"{len(load.answers)} answers, {cut} streams were open")
 
 
 @pytest.mark.slow

@@ -36,18 +36,26 @@ def relaxed_acceptance(chances, draft, i, *, relaxed_topk, relaxed_delta):
     return False
 
 
-def accept_threshold(chances, draft, i, *, single):
-    return chances[i, draft[i]] >= single or draft[i] == chances[i].argmax()
-
-
 def coarse(chances):
     """The distribution that a server's 20 log-probabilities tell."""
     first = np.sort(chances)[::-1][:MOST_CHOICES]
-    return [*first, max(1 - first.sum(), 0)]
+    return np.array([*first, max(1 - first.sum(), 0)])
 
 
-def typical_acceptance(chances, draft, i, *, epsilon, delta):
-    likely = chances[i, draft[i]] > min(epsilon, delta * np.exp(-entropy(coarse(chances[i]))))
+def at_temperature(chances, token, temperature):
+    """The probability of a token, and the distribution, where the logits of `coarse` are divided by a temperature."""
+    raised = coarse(chances) ** (1 / temperature)
+    return chances[token] ** (1 / temperature) / raised.sum(), raised / raised.sum()
+
+
+def accept_threshold(chances, draft, i, *, single, temperature):
+    chance = chances[i, draft[i]] if temperature == 1 else at_temperature(chances[i], draft[i], temperature)[0]
+    return chance >= single or draft[i] == chances[i].argmax()
+
+
+def typical_acceptance(chances, draft, i, *, epsilon, delta, temperature):
+    chance, all_chances = at_temperature(chances[i], draft[i], temperature)
+    likely = chance > min(epsilon, delta * np.exp(-entropy(all_chances)))
     return likely or draft[i] == chances[i].argmax()
 
 
@@ -65,8 +73,8 @@ REFERENCES = {rule.__name__: rule for rule in (min_p, relaxed_acceptance, accept
 OPTIONS = {
     "min_p": ["", "ratio=0.4", "ratio=0.02"],
     "relaxed_acceptance": ["", "relaxed_topk=2", "relaxed_topk=20,relaxed_delta=0.1", "relaxed_delta=0"],
-    "accept_threshold": ["", "single=0.05", "single=0.9"],
-    "typical_acceptance": ["", "epsilon=0.3", "epsilon=0.02,delta=0.02", "epsilon=0.05,delta=1"],
+    "accept_threshold": ["", "single=0.05", "single=0.9", "temperature=0.6", "single=0.02,temperature=0.3"],
+    "typical_acceptance": ["", "epsilon=0.3", "epsilon=0.02,delta=0.02", "epsilon=0.05,delta=1", "temperature=0.6"],
     "fly": ["", "entropy=0.9,window=2", "entropy=0.01,window=1", "entropy=0.6,window=4"],
 }
 
@@ -115,6 +123,21 @@ def test_typical_acceptance_keeps_at_most_what_the_whole_entropy_keeps(tokenizer
     assert differing < 30 * LENGTH / 100
 
 
+@pytest.mark.parametrize("temperature", [0.3, 0.6, 0.9])
+def test_at_a_temperature_a_rule_keeps_at_most_what_the_whole_distribution_keeps(tokenizer, temperature: float):
+    """And nearly all of it, where a distribution is as sharp as a language model's."""
+    rule, differing = find_rule(f"accept_threshold:single=0.1,temperature={temperature}"), 0
+    for seed in range(30):
+        reading, _, draft = random_reading(seed, sharpness=2.0)
+        exact = (reading.hidden / temperature).softmax(-1)
+        found = (-rule.doubts(reading.logprobs(rule.k))).exp() >= rule.threshold
+        for i, kept in enumerate(found.tolist()):
+            keeps = exact[i, draft[i]] >= rule.single or draft[i] == exact[i].argmax()
+            assert keeps >= kept
+            differing += bool(keeps) != kept
+    assert differing < 30 * LENGTH / 100
+
+
 @pytest.mark.parametrize("name", TOKEN_RULES)
 def test_a_laxer_threshold_keeps_more_and_one_keeps_first_choices(tokenizer, name: str):
     rule = find_rule(name)
@@ -137,6 +160,10 @@ def test_a_laxer_threshold_keeps_more_and_one_keeps_first_choices(tokenizer, nam
         ("relaxed_acceptance:relaxed_topk=2.5", "is 2.5; it must be a whole number from 1 to 20"),
         ("relaxed_acceptance:relaxed_delta=1", "is 1.0; it must be at least 0 and below 1"),
         ("accept_threshold:single=0", "the single of accept_threshold is 0.0; it must be above 0 and at most 1"),
+        (
+            "accept_threshold:temperature=1.5",
+            "the temperature of accept_threshold is 1.5; it must be above 0",
+        ),
         ("typical_acceptance:delta=nan", "the delta of typical_acceptance is nan"),
         ("fly:window=0", "the window of fly is 0; it must be a whole number from 1 to 1000"),
         ("fly:entropy=1.2", "the entropy of fly is 1.2; it must be above 0 and at most 1.09"),
@@ -153,6 +180,9 @@ def test_a_fingerprint_changes_with_what_a_threshold_does_not_set():
     same.append(("typical_acceptance:epsilon=0.25,delta=0.5", "typical_acceptance"))
     for one, other in same:
         assert find_rule(one).fingerprint == find_rule(other).fingerprint
+    for name in ("accept_threshold", "typical_acceptance"):
+        assert find_rule(name).fingerprint == find_rule(f"{name}:temperature=1").fingerprint
+        assert find_rule(name).fingerprint != find_rule(f"{name}:temperature=0.6").fingerprint
     for one, other in [("fly", "fly:window=5"), ("relaxed_acceptance", "relaxed_acceptance:relaxed_topk=2")]:
         assert find_rule(one).fingerprint != find_rule(other).fingerprint
     assert find_rule("typical_acceptance:delta=0.5").fingerprint != find_rule("typical_acceptance").fingerprint
