@@ -56,6 +56,7 @@ class Costs:
         kept_tokens: mean number of its first tokens that the target keeps.
         target_tokens: tokens that the target writes after a draft.
         prompt_tokens, answer_tokens: mean lengths.
+        request_s: seconds of a request to the target besides its tokens.
     """
 
     target_token_s: Curve
@@ -66,6 +67,7 @@ class Costs:
     answer_tokens: float
     prompt_tokens: float = 0.0
     target_tokens: float = 1.0
+    request_s: float = 0.0
 
     @classmethod
     def read(cls, path: str | Path, **given: float | None) -> Costs:
@@ -80,14 +82,15 @@ class Costs:
         for field in fields(cls):
             name = field.name
             if name not in held and field.default is MISSING:
-                option = "" if name.endswith("_s") else f", or --{name.replace('_', '-')}"
+                option = "" if field.type == "Curve" else f", or --{name.replace('_', '-')}"
                 raise SettingsError(f"{path} has no {name}: give it there{option}")
-            if name.endswith("_s"):
+            if field.type == "Curve":
                 values[name] = Curve.of(name, held[name])
             elif name in held:
                 value = held[name]
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                    raise SettingsError(f"{name} is {value!r}: give a number of tokens")
+                    unit = "seconds" if name == "request_s" else "tokens"
+                    raise SettingsError(f"{name} is {value!r}: give a number of {unit}")
                 values[name] = float(value)
         costs = cls(**values)
         if costs.answer_tokens < 1 or costs.draft_tokens < 1:

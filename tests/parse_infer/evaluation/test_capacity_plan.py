@@ -30,7 +30,8 @@ FILE: dict[str, Any] = {
 
 def costs(**fields: Any) -> Costs:
     given = FILE | fields
-    return Costs(**{k: Curve.of(k, v) if k.endswith("_s") else float(v) for k, v in given.items()})
+    curves = {k for k in given if k.endswith("_token_s")}
+    return Costs(**{k: Curve.of(k, v) if k in curves else float(v) for k, v in given.items()})
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
@@ -64,6 +65,23 @@ def test_reads_in_order_are_the_queue_m_d_1():
     rho, own = 0.6, costs(read_token_s=0.001)
     found = simulate(own, lambda *_: iter([("target", "read", 200)]), rho / 0.2, 1, requests=10_000)
     assert found.mean_s == pytest.approx(0.2 + rho * 0.2 / (2 * (1 - rho)), rel=0.06)
+
+
+@pytest.mark.parametrize("clients", [1, 20])
+def test_requests_take_time_besides_that_keeps_no_other_one_waiting(clients):
+    """The target alone sends one request an answer, PARSE two for each draft but the last."""
+    nearly_free = {name: 1e-9 for name in ("target_token_s", "draft_token_s", "read_token_s")}
+    own = costs(**nearly_free, request_s=0.5, kept_tokens=64, draft_tokens=64)
+    found = simulate(own, alone, None, 1, clients=clients, requests=500)
+    assert found.mean_s == pytest.approx(0.5, rel=1e-3)
+    assert found.answers_per_s == pytest.approx(clients / 0.5, rel=0.1)
+    one_draft = simulate(replace(own, answer_tokens=1.0), parse, None, 1, clients=clients, requests=500)
+    assert one_draft.mean_s == pytest.approx(0.5, rel=1e-3)
+    rounds = 1 + 1 / (math.e - 1)  # mean of the exponential lengths, at least 1 and rounded up
+    corrected = simulate(
+        replace(own, kept_tokens=0.0, answer_tokens=1.0), parse, None, 1, clients=clients, requests=500
+    )
+    assert corrected.mean_s == pytest.approx(rounds, rel=0.1)
 
 
 @pytest.mark.parametrize("kept", [0.0, 3.0, 20.0, 50.0, 64.0])

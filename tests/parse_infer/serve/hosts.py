@@ -60,8 +60,9 @@ def _network(stack: ExitStack) -> Callable[[int], Host]:
     def start(n: int) -> Host:
         name, address = f"{bridge}h{n}", f"{network}.{n}"
         _ip("netns", "add", name)
-        stack.callback(_ip, "netns", "del", name)  # its link ends with it
+        stack.callback(_ip, "netns", "del", name)
         _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        stack.callback(_ip, "link", "del", name)  # open sockets keep a namespace for a while
         _ip("link", "set", name, "master", bridge, "up")
         _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):

@@ -293,6 +293,7 @@ def test_a_host_of_the_target_leaves_the_network(fleet, old):
     load = Load([each.url for each in old])
     with load.runs():
         load.wait_for_answers()
+        server.pause = 1.0  # so that its answers are unfinished for long
         assert soon(lambda: server.unfinished)
         host.cut_off()
         cut = server.unfinished
