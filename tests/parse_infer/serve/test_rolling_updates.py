@@ -11,6 +11,7 @@ import multiprocessing
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -296,11 +297,10 @@ def test_a_host_of_the_target_leaves_the_network(fleet, old):
         server.pause = 1.0  # so that its answers are unfinished for long
         assert soon(lambda: server.unfinished)
         host.cut_off()
-        cut = server.unfinished
-        numbers = len(load.answers) + 2 * CLIENTS
-        assert soon(lambda: len(load.answers) >= numbers)
+        cut, begun = server.unfinished, time.monotonic()
         for each in old:
             assert soon(lambda: each.counted("parse_target_servers_healthy") == TARGETS - 1)  # noqa: B023
+        noticed_s = time.monotonic() - begun
         load.wait_for_answers()
     fleet.check(load)
     fleet.targets.pop(0)
@@ -308,7 +308,7 @@ def test_a_host_of_the_target_leaves_the_network(fleet, old):
     fleet.start_target()
     fleet.list_targets()
     assert cut
-    print(f"{len(load.answers)} answers, {cut} streams were open")
+    print(f"{len(load.answers)} answers, {cut} streams were open, noticed after {noticed_s:.0f} s")
 
 
 @pytest.mark.slow
