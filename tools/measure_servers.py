@@ -116,29 +116,24 @@ def costs(engine: ParseEngine, file: str, loads: Sequence[int] = (1, 8, 32), tok
         engine.backend.parallel = n
         return list(engine.collect([engine.events(p, settings, alone=alone, streamed=False) for p in sent]))
 
-    sent, whole = prompts(2 * max(loads)), GenerationSettings(tokens, 0.0, block_tokens="whole", ignore_eos=True)
+    sent, whole = prompts(3 * max(loads)), GenerationSettings(tokens, 0.0, block_tokens="whole", ignore_eos=True)
     found = answers(GenerationSettings(tokens), sent, max(loads))  # also warms up
     rounds = sum(g.stats.rounds for g in found)
     if not rounds:
         return "no answer has a draft, so there is nothing to plan"
     kept = sum(g.stats.accepted_tokens for g in found)
-    lengths = [len(engine.target.render(prompt)) for prompt in sent]
-    held: dict[str, Any] = {"target_token_s": {}, "draft_token_s": {}, "read_token_s": {}}
+    held: dict[str, Any] = {"target_token_s": {}, "draft_token_s": {}, "parse_token_s": {}}
     for n in loads:
         written = answers(whole, sent[: 2 * n], n, alone=True)
         drafted = [g for g in answers(whole, sent[: 2 * n], n) if g.stats.draft_tokens]
         held["target_token_s"][n] = median(g.timings.work_s / len(g.token_ids) for g in written)
         held["draft_token_s"][n] = median(g.timings.draft_s / g.stats.draft_tokens for g in drafted)
-        begun = time.perf_counter()
-        answers(GenerationSettings(1), sent, n, alone=True)
-        held["read_token_s"][n] = (time.perf_counter() - begun) / sum(lengths)
-    longer = [f"{prompt} " * 4 for prompt in sent]
-    long = [len(engine.target.render(prompt)) for prompt in longer]
-    reads, long_reads = (answers(GenerationSettings(1), each, 1, alone=True) for each in (sent, longer))
-    read_s, long_s = (median(g.timings.work_s for g in each) for each in (reads, long_reads))
-    held["read_token_s"][1] = token_s = max(1e-6, (long_s - read_s) / (median(long) - median(lengths)))
+        mixed = answers(GenerationSettings(tokens), sent, n)
+        held["parse_token_s"][n] = sum(g.timings.work_s for g in mixed) / sum(len(g.token_ids) for g in mixed)
+    lengths = [len(engine.target.render(prompt)) for prompt in sent]
+    reads = answers(GenerationSettings(1), sent, 1, alone=True)
     held |= {
-        "request_s": max(0.0, read_s - token_s * median(lengths)),
+        "read_token_s": median(g.timings.work_s / n for g, n in zip(reads, lengths, strict=True)),
         "draft_tokens": sum(g.stats.draft_tokens for g in found) / rounds,
         "kept_tokens": kept / rounds,
         "target_tokens": (sum(len(g.token_ids) for g in found) - kept) / rounds,

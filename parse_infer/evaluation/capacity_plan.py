@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from parse_infer.evaluation.serving_costs import Costs
-from parse_infer.evaluation.serving_simulation import Outcome, Way, alone, parse, simulate
+from parse_infer.evaluation.serving_simulation import Outcome, Way, alone, parse, parse_as_a_whole, simulate
 from parse_infer.evaluation.tables import format_times, terminal_table
 
 _MORE = 1.02  # answers/s that are more than chance
@@ -57,8 +57,9 @@ def plan(
         clients = int(load)
         return simulate(costs, way, None, targets, drafts, max(requests, 10 * clients), seed, clients)
 
+    with_parse = parse if draft_gpus or costs.parse_token_s is None else parse_as_a_whole
     return [
-        Row(load, at(load, alone, gpus, 0), at(load, parse, gpus - draft_gpus, draft_gpus), closed)
+        Row(load, at(load, alone, gpus, 0), at(load, with_parse, gpus - draft_gpus, draft_gpus), closed)
         for load in sorted(loads)
     ]
 

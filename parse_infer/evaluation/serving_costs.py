@@ -12,6 +12,7 @@ from typing import Any
 from parse_infer.errors import SettingsError
 from parse_infer.files import read_json
 
+_OF_DRAFTS = ("draft_tokens", "kept_tokens", "target_tokens")
 COSTS_HINT = "write it with `parse-infer cost --output`"
 
 
@@ -56,7 +57,8 @@ class Costs:
         kept_tokens: mean number of its first tokens that the target keeps.
         target_tokens: tokens that the target writes after a draft.
         prompt_tokens, answer_tokens: mean lengths.
-        request_s: seconds of a request to the target besides its tokens.
+        parse_token_s: seconds per token of one of n answers with PARSE, where both models share a server; None: what
+            the other costs add up to.
     """
 
     target_token_s: Curve
@@ -67,7 +69,7 @@ class Costs:
     answer_tokens: float
     prompt_tokens: float = 0.0
     target_tokens: float = 1.0
-    request_s: float = 0.0
+    parse_token_s: Curve | None = None
 
     @classmethod
     def read(cls, path: str | Path, **given: float | None) -> Costs:
@@ -77,20 +79,24 @@ class Costs:
     @classmethod
     def of(cls, held: dict[str, Any], path: str = "the costs", **given: float | None) -> Costs:
         """Read the content of such a file, called `path` in errors. Raises SettingsError."""
-        held = held | {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not None}
+        held = held | given
+        if not given.keys().isdisjoint(_OF_DRAFTS):
+            held.pop("parse_token_s", None)  # measured with other drafts
         values: dict[str, Any] = {}
         for field in fields(cls):
             name = field.name
             if name not in held and field.default is MISSING:
-                option = "" if field.type == "Curve" else f", or --{name.replace('_', '-')}"
+                option = "" if name.endswith("_s") else f", or --{name.replace('_', '-')}"
                 raise SettingsError(f"{path} has no {name}: give it there{option}")
-            if field.type == "Curve":
+            if name not in held:
+                continue
+            if name.endswith("_s"):
                 values[name] = Curve.of(name, held[name])
-            elif name in held:
+            else:
                 value = held[name]
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                    unit = "seconds" if name == "request_s" else "tokens"
-                    raise SettingsError(f"{name} is {value!r}: give a number of {unit}")
+                    raise SettingsError(f"{name} is {value!r}: give a number of tokens")
                 values[name] = float(value)
         costs = cls(**values)
         if costs.answer_tokens < 1 or costs.draft_tokens < 1:

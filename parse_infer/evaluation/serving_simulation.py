@@ -12,16 +12,14 @@ The model
     A read of r tokens takes r c(n) seconds. It has the server to itself, in order of arrival, because a server
     computes it between two tokens of the other requests. Beyond the largest measured load c(n) = c(N).
 
-    A request to the target takes a time besides, in the coordinator and between it and the server, which keeps no
-    other one waiting.
+    The target alone reads the prompt and writes the answer. With PARSE a draft server writes B tokens, the target
+    reads them, keeps the first min(B, E), writes a few tokens of its own, and so on. E is exponential: each token has
+    the same chance to be the first wrong one. Its mean m follows from the mean number K of kept tokens:
+    K = m (1 - exp(-B / m)). The draft model's reads are left out, and so are all limits of memory.
 
-    The target alone reads the prompt and writes the answer, in one request. With PARSE a draft server writes B
-    tokens, the target reads them, keeps the first min(B, E), writes a few tokens of its own in another request, and so
-    on. E is exponential: each token has the same chance to be the first wrong one. Its mean m follows from the mean
-    number K of kept tokens: K = m (1 - exp(-B / m)). The draft model's reads are left out, and so are all limits of
-    memory.
-
-    Without GPUs of their own the drafts are written on the target's, which the two models share in halves.
+    Without GPUs of their own the drafts are written on the target's. Then an answer is a text that is written at the
+    pace that was measured for the whole, prompt and reads included. Without that measurement the two models share the
+    GPU in halves.
 
 With t(n) = n t(1) and no reads a server is the queue M/M/1-PS, whose mean response time is 1 / (μ - λ).
 """
@@ -53,11 +51,10 @@ class Outcome:
     """Requests arrive faster than they are answered."""
 
 
-Work = tuple[str, str, float]  # "target" or "draft", "read" or "write", tokens; or "target", "wait", seconds
+Work = tuple[str, str, float]  # "target", "draft" or "both", "read" or "write", tokens
 
 
 def alone(costs: Costs, length: float, random: Random) -> Iterator[Work]:
-    yield from _wait(costs)
     yield "target", "read", costs.prompt_tokens
     yield "target", "write", length
 
@@ -67,19 +64,15 @@ def parse(costs: Costs, length: float, random: Random) -> Iterator[Work]:
     while left > 0:
         block = min(left, costs.draft_tokens)
         yield "draft", "write", block
-        yield from _wait(costs)
         yield "target", "read", unread + block
         kept = min(block, random.expovariate(1 / mean) if mean else 0.0)
         written = min(left - kept, costs.target_tokens)
-        if written > 0:
-            yield from _wait(costs)
         yield "target", "write", written
         left, unread = left - kept - written, 0.0
 
 
-def _wait(costs: Costs) -> Iterator[Work]:
-    if costs.request_s:
-        yield "target", "wait", costs.request_s
+def parse_as_a_whole(costs: Costs, length: float, random: Random) -> Iterator[Work]:
+    yield "both", "write", length
 
 
 Way = Callable[[Costs, float, Random], Iterator[Work]]
@@ -92,11 +85,13 @@ class _Server:
     def __init__(self, costs: Costs) -> None:
         self.assigned = 0  # requests
         self._curves = {"target": costs.target_token_s, "draft": costs.draft_token_s}
+        if costs.parse_token_s is not None:
+            self._curves["both"] = costs.parse_token_s
         self._read_s = costs.read_token_s
         self._now = 0.0
         self._next = "target"  # model whose text ends at `due`
-        self._written = {"target": 0.0, "draft": 0.0}  # by a request that has been here from the beginning
-        self._texts: dict[str, list[tuple[float, int]]] = {"target": [], "draft": []}  # `_written` at the end; request
+        self._written = dict.fromkeys(self._curves, 0.0)  # by a request that has been here from the beginning
+        self._texts: dict[str, list[tuple[float, int]]] = {model: [] for model in self._curves}  # its end; request
         self._reads: deque[list[float]] = deque()  # tokens left; request
         self.due = math.inf
 
@@ -145,24 +140,6 @@ class _Server:
         self.due = self._now + wait
 
 
-class _Waits:
-    """What keeps no server busy."""
-
-    def __init__(self) -> None:
-        self.assigned = 0
-        self._ends: list[tuple[float, int]] = []
-
-    @property
-    def due(self) -> float:
-        return self._ends[0][0] if self._ends else math.inf
-
-    def add(self, now: float, work: Work, request: int) -> None:
-        heapq.heappush(self._ends, (now + work[2], request))
-
-    def finish(self) -> int:
-        return heapq.heappop(self._ends)[1]
-
-
 def simulate(
     costs: Costs,
     way: Way,
@@ -181,8 +158,7 @@ def simulate(
     """
     arrivals, lengths, errors = (Random(f"{seed} {name}") for name in ("arrivals", "lengths", "errors"))
     targets, drafts = ([_Server(costs) for _ in range(n)] for n in (n_targets, n_drafts))
-    waits = _Waits()
-    servers: list[_Server | _Waits] = [*targets, *drafts, waits]
+    servers = targets + drafts
     rests: list[Iterator[Work]] = []
     homes: list[_Server] = []
     begun: list[float] = []
@@ -190,10 +166,6 @@ def simulate(
 
     def go_on(request: int, now: float) -> None:
         for work in rests[request]:
-            if work[1] == "wait":
-                waits.assigned += 1
-                waits.add(now, work, request)
-                return
             if work[2] > 0:
                 own = drafts if work[0] == "draft" and drafts else [homes[request]]
                 server = min(own, key=lambda each: each.assigned)

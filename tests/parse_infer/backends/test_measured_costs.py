@@ -17,6 +17,7 @@ def test_costs_at_several_loads_are_planned_with(engine, connect, tmp_path, caps
     assert costs(coordinator, str(file), loads=(1, 2), tokens=24).endswith(f"parse-infer plan {file}")
     found = Costs.read(file)
     assert [load for load, _ in found.target_token_s.points] == [1, 2] == [n for n, _ in found.draft_token_s.points]
+    assert found.parse_token_s is not None and [n for n, _ in found.parse_token_s.points] == [1, 2]
     assert 0 <= found.kept_tokens <= found.draft_tokens <= 24 and found.answer_tokens <= 24 < found.prompt_tokens
     assert found.kept_tokens + found.target_tokens > 0
     assert main(["plan", str(file), "--requests", "100"]) == 0

@@ -30,8 +30,7 @@ FILE: dict[str, Any] = {
 
 def costs(**fields: Any) -> Costs:
     given = FILE | fields
-    curves = {k for k in given if k.endswith("_token_s")}
-    return Costs(**{k: Curve.of(k, v) if k in curves else float(v) for k, v in given.items()})
+    return Costs(**{k: Curve.of(k, v) if k.endswith("_s") else float(v) for k, v in given.items()})
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
@@ -67,21 +66,20 @@ def test_reads_in_order_are_the_queue_m_d_1():
     assert found.mean_s == pytest.approx(0.2 + rho * 0.2 / (2 * (1 - rho)), rel=0.06)
 
 
-@pytest.mark.parametrize("clients", [1, 20])
-def test_requests_take_time_besides_that_keeps_no_other_one_waiting(clients):
-    """The target alone sends one request an answer, PARSE two for each draft but the last."""
-    nearly_free = {name: 1e-9 for name in ("target_token_s", "draft_token_s", "read_token_s")}
-    own = costs(**nearly_free, request_s=0.5, kept_tokens=64, draft_tokens=64)
-    found = simulate(own, alone, None, 1, clients=clients, requests=500)
-    assert found.mean_s == pytest.approx(0.5, rel=1e-3)
-    assert found.answers_per_s == pytest.approx(clients / 0.5, rel=0.1)
-    one_draft = simulate(replace(own, answer_tokens=1.0), parse, None, 1, clients=clients, requests=500)
-    assert one_draft.mean_s == pytest.approx(0.5, rel=1e-3)
-    rounds = 1 + 1 / (math.e - 1)  # mean of the exponential lengths, at least 1 and rounded up
-    corrected = simulate(
-        replace(own, kept_tokens=0.0, answer_tokens=1.0), parse, None, 1, clients=clients, requests=500
-    )
-    assert corrected.mean_s == pytest.approx(rounds, rel=0.1)
+def test_models_that_share_a_server_answer_at_the_pace_that_was_measured_for_the_whole():
+    own = costs(parse_token_s={"1": 0.005, "8": 0.02})
+    for clients, pace in ((1, 0.005), (8, 0.02)):
+        (shared,) = plan(own, [clients], 1, 0, 3000, closed=True)
+        assert shared.parse.answers_per_s == pytest.approx(clients / (200 * pace), rel=0.06)
+        assert shared.parse.mean_s == pytest.approx(200 * pace, rel=0.06)
+    (apart,), (as_before,) = (plan(each, [8], 2, 1, 300, closed=True) for each in (own, costs()))
+    assert apart == as_before, "measured with one server for both"
+
+
+def test_a_pace_that_was_measured_with_other_drafts_is_not_used(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps(FILE | {"parse_token_s": {"1": 0.005}}))
+    assert Costs.read(tmp_path / "costs.json", answer_tokens=300).parse_token_s is not None
+    assert Costs.read(tmp_path / "costs.json", kept_tokens=30).parse_token_s is None
 
 
 @pytest.mark.parametrize("kept", [0.0, 3.0, 20.0, 50.0, 64.0])
