@@ -128,8 +128,9 @@ def costs(engine: ParseEngine, file: str, loads: Sequence[int] = (1, 8, 32), tok
         drafted = [g for g in answers(whole, sent[: 2 * n], n) if g.stats.draft_tokens]
         held["target_token_s"][n] = median(g.timings.work_s / len(g.token_ids) for g in written)
         held["draft_token_s"][n] = median(g.timings.draft_s / g.stats.draft_tokens for g in drafted)
+        begun = time.perf_counter()
         mixed = answers(GenerationSettings(tokens), sent, n)
-        held["parse_token_s"][n] = sum(g.timings.work_s for g in mixed) / sum(len(g.token_ids) for g in mixed)
+        held["parse_token_s"][n] = n * (time.perf_counter() - begun) / sum(len(g.token_ids) for g in mixed)
     lengths = [len(engine.target.render(prompt)) for prompt in sent]
     reads = answers(GenerationSettings(1), sent, 1, alone=True)
     held |= {
