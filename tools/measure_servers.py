@@ -140,6 +140,7 @@ def costs(engine: ParseEngine, file: str, loads: Sequence[int] = (1, 8, 32), tok
         "target_tokens": (sum(len(g.token_ids) for g in found) - kept) / rounds,
         "prompt_tokens": mean(lengths),
         "answer_tokens": mean(len(g.token_ids) for g in found),
+        "answer_lengths": [len(g.token_ids) for g in found],
     }
     write_json(file, held)
     return f"wrote {file}: parse-infer plan {file}"

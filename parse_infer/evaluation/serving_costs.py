@@ -46,6 +46,13 @@ class Curve:
         return points[0][1]
 
 
+def _lengths(found: Any) -> tuple[float, ...]:
+    numbers = found if isinstance(found, list) else [found]
+    if not all(isinstance(n, (int, float)) and 1 <= n < math.inf for n in numbers):
+        raise SettingsError(f"answer_lengths is {found!r}: give a list of numbers of tokens, each at least 1")
+    return tuple(map(float, numbers))
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of a pair and its requests, as `parse-infer cost --output` and `tools.measure_servers` write them.
@@ -57,6 +64,7 @@ class Costs:
         kept_tokens: mean number of its first tokens that the target keeps.
         target_tokens: tokens that the target writes after a draft.
         prompt_tokens, answer_tokens: mean lengths.
+        answer_lengths: lengths of measured answers, whose mean is `answer_tokens`; empty: exponential around it.
         parse_token_s: seconds per token of one of n answers with PARSE, where both models share a server; None: what
             the other costs add up to.
     """
@@ -69,6 +77,7 @@ class Costs:
     answer_tokens: float
     prompt_tokens: float = 0.0
     target_tokens: float = 1.0
+    answer_lengths: tuple[float, ...] = ()
     parse_token_s: Curve | None = None
 
     @classmethod
@@ -83,6 +92,8 @@ class Costs:
         held = held | given
         if not given.keys().isdisjoint(_OF_DRAFTS):
             held.pop("parse_token_s", None)  # measured with other drafts
+        if "answer_tokens" in given:
+            held.pop("answer_lengths", None)
         values: dict[str, Any] = {}
         for field in fields(cls):
             name = field.name
@@ -91,7 +102,9 @@ class Costs:
                 raise SettingsError(f"{path} has no {name}: give it there{option}")
             if name not in held:
                 continue
-            if name.endswith("_s"):
+            if name == "answer_lengths":
+                values[name] = _lengths(held[name])
+            elif name.endswith("_s"):
                 values[name] = Curve.of(name, held[name])
             else:
                 value = held[name]

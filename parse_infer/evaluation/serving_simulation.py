@@ -2,8 +2,9 @@
 
 The model
     Requests arrive at random (Poisson) with a rate λ, or each of a number of clients sends its next one after its last
-    answer (a closed loop). They stay with the target server that has the fewest. Lengths of answers are exponential
-    around their mean. Both ways to answer get the same requests and as many GPUs.
+    answer (a closed loop). They stay with the target server that has the fewest. Lengths of answers are drawn from
+    the measured ones, or are exponential around their mean. Both ways to answer get the same requests and as many
+    GPUs.
 
     Processor sharing: n requests that write at once get a token each every t(n) seconds, so one of them writes at
     1 / t(n) tokens/s. t comes from measurements, linear between them. Beyond the largest measured load a server is
@@ -176,7 +177,8 @@ def simulate(
         homes[request].assigned -= 1
 
     def begin(now: float) -> None:
-        length = max(1.0, lengths.expovariate(1 / costs.answer_tokens))
+        measured = costs.answer_lengths
+        length = lengths.choice(measured) if measured else max(1.0, lengths.expovariate(1 / costs.answer_tokens))
         rests.append(way(costs, length, Random(errors.random())))
         homes.append(min(targets, key=lambda each: each.assigned))
         homes[-1].assigned += 1

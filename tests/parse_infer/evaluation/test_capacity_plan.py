@@ -76,6 +76,18 @@ def test_models_that_share_a_server_answer_at_the_pace_that_was_measured_for_the
     assert apart == as_before, "measured with one server for both"
 
 
+def test_lengths_are_the_measured_ones(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(FILE | {"prompt_tokens": 0, "target_token_s": 0.01, "answer_lengths": [100, 300]}))
+    found = simulate(Costs.read(file), alone, None, 1, clients=1, requests=500)
+    assert found.p99_s == pytest.approx(3.0)
+    assert found.mean_s == pytest.approx(2.0, rel=0.1)
+    assert Costs.read(file, answer_tokens=50).answer_lengths == ()
+    file.write_text(json.dumps(FILE | {"answer_lengths": [100, "many"]}))
+    with pytest.raises(ValueError, match=r"answer_lengths is .* give a list of numbers of tokens"):
+        Costs.read(file)
+
+
 def test_a_pace_that_was_measured_with_other_drafts_is_not_used(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps(FILE | {"parse_token_s": {"1": 0.005}}))
     assert Costs.read(tmp_path / "costs.json", answer_tokens=300).parse_token_s is not None
