@@ -47,10 +47,9 @@ class Curve:
 
 
 def _lengths(found: Any) -> tuple[float, ...]:
-    numbers = found if isinstance(found, list) else [found]
-    if not all(isinstance(n, (int, float)) and 1 <= n < math.inf for n in numbers):
+    if not isinstance(found, list) or not all(isinstance(n, (int, float)) and 1 <= n < math.inf for n in found):
         raise SettingsError(f"answer_lengths is {found!r}: give a list of numbers of tokens, each at least 1")
-    return tuple(map(float, numbers))
+    return tuple(map(float, found))
 
 
 @dataclass(frozen=True)

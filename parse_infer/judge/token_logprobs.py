@@ -53,6 +53,8 @@ class TokenLogprobs:
     def at_temperature(self, temperature: float) -> TokenLogprobs:
         """The same with logits divided by a temperature of at most 1. All tokens but the first k are taken as one, so
         a probability is at most the true one."""
+        if temperature == 1:
+            return self
         left = (1 - self.top.exp().sum(-1, keepdim=True)).clamp_min(_LEAST_LEFT).log()
         total = (torch.cat([self.top, left], -1) / temperature).logsumexp(-1)
         return replace(self, own=self.own / temperature - total, top=self.top / temperature - total[..., None])

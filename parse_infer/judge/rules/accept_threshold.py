@@ -50,4 +50,4 @@ class AcceptThreshold(TokenRule):
         return "accept-threshold" + of_temperature(self.temperature)
 
     def log_scores(self, found: TokenLogprobs) -> Tensor:
-        return found.own if self.temperature == 1 else found.at_temperature(self.temperature).own
+        return found.at_temperature(self.temperature).own

@@ -60,6 +60,5 @@ class TypicalAcceptance(TokenRule):
 
     def log_scores(self, found: TokenLogprobs) -> Tensor:
         """With δ = c·√ε, a token is kept for each ε below p or below (p·exp(H) / c)²."""
-        if self.temperature != 1:
-            found = found.at_temperature(self.temperature)
+        found = found.at_temperature(self.temperature)
         return torch.maximum(found.own, 2 * (found.own + found.entropy - math.log(self._ratio)))

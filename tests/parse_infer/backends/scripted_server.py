@@ -31,18 +31,15 @@ class ScriptedServer(FakeServer):
     Attributes:
         wrong_every: one in so many of its letters is not that of the rule; 0: none.
         broken: answers that `break_off` has cut.
+        streaming: streams that are being written.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
         super().__init__(lm)
         self.wrong_every = 0
         self.broken = 0
+        self.streaming = 0
         self._open: set[Any] = set()
-
-    @property
-    def unfinished(self) -> int:
-        """Answers that are being written."""
-        return len(self._open)
 
     def break_off(self) -> None:
         """Close all connections with an unfinished answer, as where a server is killed."""
@@ -57,9 +54,11 @@ class ScriptedServer(FakeServer):
         self._loop = asyncio.get_running_loop()
         transport = request.transport  # None once it is closed
         self._open.add(transport)
+        self.streaming += bool(body.get("stream"))
         try:
             return await super().completions(request)
         finally:
+            self.streaming -= bool(body.get("stream"))
             self._open.discard(transport)
 
     def _write(self, prompt: list[int], body: dict[str, Any]) -> Iterator[int]:

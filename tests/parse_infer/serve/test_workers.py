@@ -61,9 +61,9 @@ def children(pid: int) -> set[int]:
     return {each for each in found if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()}
 
 
-def soon(what: Callable[[], object]) -> bool:
-    """Whether `what` becomes true within a minute."""
-    end = time.monotonic() + 60
+def soon(what: Callable[[], object], seconds: float = 60) -> bool:
+    """Whether `what` becomes true within a time, here a minute."""
+    end = time.monotonic() + seconds
     while not what():
         if time.monotonic() > end:
             return False
