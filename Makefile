@@ -5,7 +5,7 @@ VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-vllm lint format docs release zoo zoo-smollm2 clean
+.PHONY: help setup demo test test-vllm lint format docs release zoo zoo-smollm2 qwen-coder clean
 
 help:
 	@echo "make setup        a fresh .venv with pinned versions"
@@ -18,6 +18,7 @@ help:
 	@echo "make release      build and check the archives of a release, in dist/"
 	@echo "make zoo          train the embedded models again, from nothing (about three hours)"
 	@echo "make zoo-smollm2  train the SmolLM2 pair again (five hours)"
+	@echo "make qwen-coder   train and compare the public pair's judges for code (needs a GPU)"
 	@echo "make clean        remove the environments and what was built"
 
 setup: $(VENV)/installed
@@ -69,6 +70,22 @@ zoo-smollm2: setup
 	$(BIN)/python -m parse_train recipes/smollm2/draft.yaml
 	$(BIN)/parse-data build recipes/smollm2/data.yaml --target runs/smollm2/target/final --draft runs/smollm2/draft/final --output_dir runs/smollm2/data
 	$(BIN)/python -m parse_train recipes/train-logprob.yaml --data runs/smollm2/data --output_dir runs/smollm2/logprob --risk_alpha 0.05 --risk_temperature 0
+
+# The public pair on code, from labelled drafts: the three judges, their ranking of the drafts held out, then accuracy and speed
+# beside the rules, greedily and at the target's own sampling. Each step resumes if it is interrupted.
+JUDGE = $(BIN)/python -m parse_train recipes/qwen-coder/train.yaml --eval_share 0.4
+qwen-coder: setup
+	mkdir -p data
+	tar -xf zoo/labels/qwen-coder-code.tar.xz -C data
+	$(BIN)/parse-data read data/qwen-coder-code
+	$(JUDGE)
+	$(JUDGE) --start_from runs/qwen-coder-code/logprob/adapter --hidden_layers 3 --lora_rank 0 --output_dir runs/qwen-coder-code-hidden
+	$(BIN)/python -m tools.judge_ladder data/qwen-coder-code --unseen-only --out runs/ladder-qwen-coder.json \
+		--rung log-probabilities=runs/qwen-coder-code/logprob/adapter \
+		--rung "and hidden states=runs/qwen-coder-code-hidden/adapter" \
+		--rung "and second stream=runs/qwen-coder-code/adapter"
+	$(BIN)/python -m tools.comparison comparison/qwen-coder-code
+	$(BIN)/python -m tools.comparison comparison/qwen-coder-code-t07
 
 lint: setup
 	$(BIN)/ruff check .

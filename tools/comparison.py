@@ -9,7 +9,7 @@ calibrations that are missing, in `runs/comparison/PAIR`, and writes `results.js
 beside the YAML files. An interrupted run continues with the same command. A rule that `results.json` has with the same
 options is not measured again; without its entry it is.
 
-Rules with a `batch_size` above 1 are measured in one (`tools.joint_comparison`), trained judges apart.
+Judges with a `batch_size` above 1 and otherwise equal settings are measured in one (`tools.joint_comparison`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,9 +101,16 @@ class Run:
 
     @property
     def joint(self) -> bool:
-        """Whether one measurement serves this rule and others: not a trained judge, which has one of its own."""
-        rule = self.options.get("judge") is not None and self.options.get("adapter") is None
-        return rule and self.settings.batch_size > 1
+        """Whether one measurement serves this judge and others."""
+        return self.settings.batch_size > 1
+
+    def shares(self, other: Run) -> bool:
+        """Whether one measurement serves both: their settings differ in judge and thresholds only."""
+        one, two = (
+            (replace(run.models, judge=None, adapter=None), replace(run.settings, thresholds=()), run.problems)
+            for run in (self, other)
+        )
+        return one == two
 
     @property
     def done(self) -> bool:
@@ -164,10 +171,10 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
-    """Measure all rules in one, or the rest of an interrupted measurement."""
+    """Measure all judges in one, or the rest of an interrupted measurement."""
     first = runs[0]
-    rules = {run.name: (run.options["judge"], run.settings) for run in runs}
-    comparison = JointComparison(rules, folder)
+    judges = {run.name: (run.models.judge, run.models.adapter, run.settings) for run in runs}
+    comparison = JointComparison(judges, folder)
     task, problems, where = first.open_problems()
     with first.models.load() as engine:
         for name, (outcomes, calibration, sizes) in comparison.measure(engine, task, problems, where).items():
@@ -194,10 +201,13 @@ def compare(
     for run in kept:
         print(f"note: {run.name} is kept from results.json, with which it has the same options", file=sys.stderr)
     if not render_only:
-        if any(run in missing for run in joint):
-            measure_jointly(joint, RUNS / pair.name / "+".join(run.name for run in joint))
+        while joint:
+            one = [run for run in joint if run.shares(joint[0])]
+            joint = [run for run in joint if run not in one]
+            if any(run in missing for run in one):
+                measure_jointly(one, RUNS / pair.name / "+".join(run.name for run in one))
         for run in missing:
-            if run not in joint:
+            if not run.joint:
                 print(f"{run.name}: {run.folder}", file=sys.stderr)
                 run.measure()
         missing = []

@@ -1,6 +1,7 @@
-"""A comparison's rules in one measurement, for pairs too slow to run each rule alone.
+"""A comparison's judges in one measurement, for pairs too slow to run each alone: rules, and trained judges on
+log-probabilities.
 
-The answers of all rules come from joint decoding (`parse_infer.calibration.joint_decoder`), in `texts`. Then each
+The answers of all judges come from joint decoding (`parse_infer.calibration.joint_decoder`), in `texts`. Then each
 distinct answer to some of the problems is timed once, as a request of its own, in `times`.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.tasks.task import Problem, Task
+from parse_infer.backends.local.load import load_judge
 from parse_infer.calibration.answers import decoded_text, single
 from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
 from parse_infer.calibration.measure import certify
@@ -23,7 +25,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.engine import ParseEngine
 from parse_infer.errors import ParseError
-from parse_infer.judge.registry import find_rule
+from parse_infer.judge.judge import Judge
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.speculation.registry import load_token_drafter
@@ -65,29 +67,34 @@ class Times:
 
 
 class JointComparison:
-    """Rules by name, each with its judge and settings, which differ in their thresholds only.
+    """Judges by name, each with its `judge` and `adapter` as in `LocalOptions`, and settings, which differ in their
+    thresholds only.
 
     Raises:
-        ValueError: settings that differ otherwise, or that joint decoding does not serve.
+        ValueError: settings that joint decoding does not serve.
     """
 
-    def __init__(self, rules: Mapping[str, tuple[str, CalibrationSettings]], folder: Path) -> None:
-        self.judges = {name: judge for name, (judge, _) in sorted(rules.items())}
-        self.settings = {name: own for name, (_, own) in sorted(rules.items())}
+    def __init__(self, judges: Mapping[str, tuple[str | None, str | None, CalibrationSettings]], folder: Path) -> None:
+        self.judges = {name: (judge, adapter) for name, (judge, adapter, _) in sorted(judges.items())}
+        self.settings = {name: own for name, (_, _, own) in sorted(judges.items())}
         self.folder, self.one = folder, next(iter(self.settings.values()))
-        for name, own in self.settings.items():
-            if replace(own, thresholds=()) != replace(self.one, thresholds=()):
-                raise ParseError(f"with batch_size above 1, rules differ in judge and thresholds only: see {name}")
+        for name, chosen in self.judges.items():
+            if chosen == (None, None):
+                raise ParseError(f"{name} has a batch_size above 1 and no judge: name a `judge` or an `adapter`")
         if self.one.loss == "disagreement" or len(self.one.orders) > 1:
             raise ParseError("batch_size above 1 needs loss accuracy or lost, and one length of blocks")
 
     def measure(
         self, engine: ParseEngine, task: Task, problems: Sequence[Problem], where: str
     ) -> dict[str, tuple[list[Outcome], Calibration, list[dict[str, float]]]]:
-        """Decode and time what is missing; return the records, the calibration and the `sizes` of each rule."""
+        """Decode and time what is missing; return the records, the calibration and the `sizes` of each judge."""
         own, models = self.one, engine.describe()
+        judges: dict[str, Judge] = {}
+        for name, (judge, adapter) in self.judges.items():
+            if (loaded := load_judge(engine.target, adapter, judge)) is not None:
+                judges[name] = loaded
         config: dict[str, Any] = {
-            "rules": self.judges,
+            "judges": {name: judge.fingerprint for name, judge in judges.items()},
             "thresholds": {name: self._thresholds(name) for name in self.judges},
             "task": where,
             "sampling": asdict(own.sampling),
@@ -97,12 +104,12 @@ class JointComparison:
         }
         by_id = {problem.id: problem for problem in problems}
         texts = RecordStore(self.folder / "texts", config, Texts, "comparison")
-        found = run_missing(texts, by_id, lambda pending: self._texts(engine, task, pending), "answers")
+        found = run_missing(texts, by_id, lambda pending: self._texts(engine, task, judges, pending), "answers")
         times = RecordStore(
             self.folder / "times", config | {"machine": engine.describe_machine()}, Times, "comparison"
         )
         timed = {problem.id: problem for problem in problems[: own.timed]}
-        run_missing(times, timed, lambda pending: self._times(engine, texts.records, pending), "times")
+        run_missing(times, timed, lambda pending: self._times(engine, judges, texts.records, pending), "times")
         calibration = Calibration(
             where,
             len(problems),
@@ -118,9 +125,8 @@ class JointComparison:
             made={**engine.describe_machine(), **describe_run()},
         )
         results = {}
-        for name in self.judges:
+        for name, judge in judges.items():
             outcomes = [self._outcome(name, texts, times.records.get(texts.problem_id)) for texts in found]
-            judge = find_rule(self.judges[name]).load(engine.target.tokenizer)
             of_rule = replace(calibration, models=models | {"adapter": judge.fingerprint})
             results[name] = outcomes, certify(of_rule, outcomes, self.settings[name]), self.sizes(name, found)
         return results
@@ -146,11 +152,12 @@ class JointComparison:
     def _sample(self, problem: Problem, number: int) -> GenerationSettings:
         return self.one.generation(problem.id, number)
 
-    def _texts(self, engine: ParseEngine, task: Task, pending: Sequence[Problem]) -> Iterator[Texts]:
+    def _texts(
+        self, engine: ParseEngine, task: Task, judges: Mapping[str, Judge], pending: Sequence[Problem]
+    ) -> Iterator[Texts]:
         own = self.one
-        rules = [find_rule(judge).load(engine.target.tokenizer) for judge in self.judges.values()]
-        decoder = JointDecoder(engine.target, engine.draft, rules, own.batch_size)
-        points = tuple((rule, each) for rule, name in enumerate(self.judges) for each in self._thresholds(name))
+        decoder = JointDecoder(engine.target, engine.draft, [*judges.values()], own.batch_size)
+        points = tuple((number, each) for number, name in enumerate(judges) for each in self._thresholds(name))
         samples = [
             (problem, self._sample(problem, i).resume_sampling) for problem in pending for i in range(own.samples)
         ]
@@ -182,16 +189,15 @@ class JointComparison:
                 rejected[name].append([next(counts) for _ in self._thresholds(name)])
         return Texts(problem.id, answers, places, rejected)
 
-    def _times(self, engine: ParseEngine, texts: Mapping[str, Texts], pending: Sequence[Problem]) -> Iterator[Times]:
+    def _times(
+        self, engine: ParseEngine, judges: Mapping[str, Judge], texts: Mapping[str, Texts], pending: Sequence[Problem]
+    ) -> Iterator[Times]:
         target, draft = engine.target, engine.draft
         engines = {
             name: ParseEngine.from_models(
-                target,
-                draft,
-                find_rule(judge).load(target.tokenizer),
-                target_drafter=load_token_drafter("draft", target, draft),
+                target, draft, judge, target_drafter=load_token_drafter("draft", target, draft)
             )
-            for name, judge in self.judges.items()
+            for name, judge in judges.items()
         }
 
         def timed(own: ParseEngine, problem: Problem, settings: GenerationSettings | None) -> tuple[float, float]:

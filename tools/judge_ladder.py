@@ -69,6 +69,14 @@ def compare(
     dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Device of the target; default: the GPU, if any.")] = None,
     resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = 1000,
+    unseen_only: Annotated[
+        bool,
+        typer.Option(
+            "--unseen-only",
+            help="Leave out problems that an adapter has learnt, instead of refusing them: what trainings held out of "
+            "DATA by eval_share.",
+        ),
+    ] = False,
     report_to: Annotated[str, typer.Option(metavar="none|wandb", help="Tracker of the result.")] = "none",
     project: Annotated[str, typer.Option(help="Project in the tracker.")] = "parse",
 ) -> None:
@@ -77,10 +85,16 @@ def compare(
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     rungs, build = read_rungs(rung), read_build_info(str(data))
     drafts, rules = list(read_drafts(data)), rules_for(read_info(data)["k"])
+    for adapter in (adapter for folders in rungs.values() for adapter in folders):
+        known = learnt(adapter, [draft.row for draft in drafts])
+        if known and not unseen_only:
+            raise ParseError(
+                f"{adapter} has learnt from {len(known)} of the held-out problems (first: {min(known)}): build them "
+                "with another seed, exclude the training prompts, or leave them out with --unseen-only"
+            )
+        drafts = [draft for draft in drafts if draft.row.problem not in known]
     rows = [draft.row for draft in drafts]
     wrong = check_drafts(rows, str(data))
-    for adapter in (adapter for folders in rungs.values() for adapter in folders):
-        check_unseen(adapter, rows)
     lm = load_language_model(build.target["name"], role="target", dtype=dtype, device=device)
     held, costs, judged = HeldOut.of(rows), {}, {}
     for name, folders in rungs.items():
@@ -135,15 +149,10 @@ def check_drafts(rows: Sequence[LabelledDraft], data: str) -> int:
     return wrong
 
 
-def check_unseen(adapter: str, rows: Sequence[LabelledDraft]) -> None:
-    """Raise ValueError if an adapter, which is not loaded, has learnt from a held-out prompt."""
-    learnt = read_adapter(resolve(adapter)).train_problems
-    known = {row.problem for row in rows if row.problem in learnt or prompt_hash(row.prompt) in learnt}
-    if known:
-        raise ParseError(
-            f"{adapter} has learnt from {len(known)} of the held-out problems (first: {min(known)}): build them with "
-            "another seed, or exclude the training prompts"
-        )
+def learnt(adapter: str, rows: Sequence[LabelledDraft]) -> set[str]:
+    """Return the problems whose prompts an adapter, which is not loaded, has learnt."""
+    prompts = read_adapter(resolve(adapter)).train_problems
+    return {row.problem for row in rows if row.problem in prompts or prompt_hash(row.prompt) in prompts}
 
 
 def rules_for(k: int) -> dict[str, Callable[[TokenLogprobs], Tensor]]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from parse_infer.backends.local.load import load_judge
 from parse_infer.calibration import settings as calibration_settings
 from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
@@ -65,12 +66,10 @@ def loads(
 
     def load(options: ModelOptions) -> ParseEngine:
         loaded.append(options.judge)
-        trained = options.judge is None
-        judge = (
-            random_adapter(given.target.model) if trained else find_rule(options.judge).load(given.target.tokenizer)
-        )
+        judge = load_judge(given.target, options.adapter, options.judge)
         return ParseEngine.from_models(given.target, given.draft, judge)
 
+    random_adapter(given.target.model).save_pretrained("adapter")
     monkeypatch.setattr(ModelOptions, "load", load)
     monkeypatch.setattr(calibration_settings, "THRESHOLDS", (*calibration_settings.THRESHOLDS[::17], 0.0))
     return loaded
@@ -172,16 +171,25 @@ def test_rules_measured_in_one_lose_what_they_lose_alone(pair: Path, loads: list
 @pytest.mark.slow
 def test_a_trained_judge_is_measured_beside_the_rules(pair: Path, loads: list[str | None]):
     jointly(pair)
-    (pair / "trained.yaml").write_text("adapter: zoo:adapter\nthresholds: [0.5]\n")
-    assert run(str(pair)) == 0 and loads == ["accept_threshold", None]
+    (pair / "trained.yaml").write_text("adapter: adapter\nthresholds: [0.5]\n")
+    (pair / "shorter.yaml").write_text("judge: min_p\nthresholds: [0.5]\nmax_new_tokens: 6\n")
+    assert run(str(pair)) == 0 and loads == ["accept_threshold", "min_p"], "one engine for equal settings"
     rules = json.loads((pair / "results.json").read_text())["rules"]
-    assert list(rules) == ["accept_threshold", "min_p", "trained"] and len(rules["trained"]["points"]) == 2
+    assert list(rules) == ["accept_threshold", "min_p", "shorter", "trained"] and len(rules["trained"]["points"]) == 2
+    assert rules["trained"]["models"]["adapter"] != rules["min_p"]["models"]["adapter"]
+    together = [point["lost"] for point in rules["trained"]["points"]]
+    (pair / "trained.yaml").write_text("adapter: adapter\nthresholds: [0.5]\nbatch_size: 1\n")
+    (pair / "results.json").unlink()
+    shutil.rmtree("runs/comparison/tiny/trained")
+    assert run(str(pair)) == 0
+    alone = json.loads((pair / "results.json").read_text())["rules"]["trained"]
+    assert [point["lost"] for point in alone["points"]] == together
 
 
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("min_p.yaml", "judge: min_p\nblocks: [6]\n", "rules differ in judge and thresholds only: see min_p"),
+        ("min_p.yaml", "adapter: null\n", "min_p has a batch_size above 1 and no judge"),
         ("pair.yaml", {"loss": "disagreement"}, "batch_size above 1 needs loss accuracy or lost"),
         ("pair.yaml", {"blocks": [4, 8]}, "and one length of blocks"),
     ],

@@ -29,7 +29,7 @@ from tools.doc_tables import table as doc_table
 from tools.judge_ladder import (
     app,
     check_drafts,
-    check_unseen,
+    learnt,
     read_rungs,
     rules_for,
     score,
@@ -195,12 +195,10 @@ def test_an_adapter_scores_tokens_as_in_a_block(make_model, tokenizer, random_ad
     np.testing.assert_array_equal(again.doubt, judged.doubt)
 
 
-def test_held_out_prompts_that_an_adapter_has_learnt_are_refused(make_model, random_adapter, tmp_path, rows):
-    learnt = replace(random_adapter(make_model("llama_gqa")), train_problems=frozenset({prompt_hash(rows[0].prompt)}))
-    learnt.save_pretrained(tmp_path / "adapter")
-    check_unseen(str(tmp_path / "adapter"), rows[2:])
-    with pytest.raises(ParseError, match=r"has learnt from 1 of the held-out problems \(first: p0\): build them with"):
-        check_unseen(str(tmp_path / "adapter"), rows)
+def test_problems_that_an_adapter_has_learnt_are_known_by_their_prompts(make_model, random_adapter, tmp_path, rows):
+    prompts = frozenset({prompt_hash(rows[0].prompt)})
+    replace(random_adapter(make_model("llama_gqa")), train_problems=prompts).save_pretrained(tmp_path / "adapter")
+    assert learnt(str(tmp_path / "adapter"), rows) == {"p0"} and not learnt(str(tmp_path / "adapter"), rows[2:])
 
 
 def test_too_few_drafts_are_counted(rows):
@@ -243,6 +241,13 @@ def test_the_command_writes_and_tracks_its_result(
     assert run.job_type == "bench" and "ladder" in run.tags and "target" in run.run_group
     [logged] = out.with_suffix("").glob("wandb/offline-run-*/files/media/table/ladder*.json")
     assert [cells[0] for cells in json.loads(logged.read_text())["data"]] == list(result["rungs"])
+    prompts = frozenset({prompt_hash("1?")})
+    replace(random_adapter(lm.model), train_problems=prompts).save_pretrained(tmp_path / "one")
+    assert run_app(app, "ladder", command) == 2
+    sentence = "has learnt from 1 of the held-out problems (first: p1): build them with another seed, exclude"
+    assert sentence in capsys.readouterr().err
+    assert run_app(app, "ladder", [*command, "--unseen-only"]) == 0 and result["drafts"] == 60
+    assert json.loads(out.read_text())["drafts"] == 59
     assert run_app(app, "ladder", [*command, "--report-to", "wand"]) == 2
     assert "--report-to is 'wand'; choose one of none, wandb" in capsys.readouterr().err
 

@@ -55,21 +55,27 @@ def load_backend(
     loaded, draft_model = _load_models(target, draft, chosen)
     if chosen.thinking_marks is not None:
         loaded.thinking_marks = find_marks(loaded.tokenizer, chosen.thinking_marks)
-    judge: Judge | None = None
-    if adapter is not None:
-        trained = ValidityAdapter.from_pretrained(adapter, loaded.model)
-        judge = FlooredJudge(trained, rule) if isinstance(rule, TokenRule) else trained
-    elif rule is not None:
-        judge = rule.load(loaded.tokenizer, loaded.model)
     return LocalBackend(
         loaded,
         draft_model,
-        judge,
+        load_judge(loaded, adapter, chosen.judge),
         target_drafter=_token_drafter(chosen.target_drafter, loaded, draft_model),
         cut_policy=chosen.cut_policy,
         calibrations=calibrations,
         train_problems=train_problems_of(target, draft),
     )
+
+
+def load_judge(target: LanguageModel, adapter: str | Path | None = None, judge: str | None = None) -> Judge | None:
+    """Load a trained judge, a rule, or a trained judge with a rule as its floor; None without either.
+
+    Raises ValueError or OSError with one sentence, as `load_backend`.
+    """
+    rule = find_rule(judge, adapter)
+    if adapter is None:
+        return None if rule is None else rule.load(target.tokenizer, target.model)
+    trained = ValidityAdapter.from_pretrained(resolve(adapter), target.model)
+    return FlooredJudge(trained, rule) if isinstance(rule, TokenRule) else trained
 
 
 def _load_models(
