@@ -53,6 +53,8 @@ class Writer(Protocol):
 
     groups_at_once: int
     """Groups of problems to label concurrently: 1 for a local model, at least 2 for a served one."""
+    drafts_at_once: int
+    """Drafts to read before their log-probabilities are saved."""
 
     @property
     def model(self) -> TokenizerSpec: ...
@@ -85,6 +87,7 @@ class LocalWriter:
             enable_split_attention(model.model)
         # A CPU reads batches at half the speed. One by one, drafts share the cache of their prompt.
         self.read_batch = 1 if model.model.device.type == "cpu" else batch_size
+        self.drafts_at_once = 16 * self.read_batch
 
     def decoder(self, end_ids: Collection[int]) -> LocalDecoder:
         return LocalDecoder(self.model.model, end_ids, self.batch_size, self.model.decoder.fast)

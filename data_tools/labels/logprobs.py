@@ -8,7 +8,8 @@ Engines round differently, so read the drafts on the engine that will serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from data_tools.labels.backends import Writer
 from data_tools.labels.rows import LabelledDraft, read_rows
-from data_tools.labels.shards import reads_of
+from data_tools.labels.shards import parts_of, reads_of
+from data_tools.tasks.reading import reading
 from parse_infer.errors import ParseError
 from parse_infer.files import atomic_write, read_json, write_json
 from parse_infer.judge.token_logprobs import TokenLogprobs
@@ -46,7 +46,7 @@ class ReadDraft:
 
 
 def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
-    """Read the drafts of all files of a build that have not been read. An interrupted call can be repeated.
+    """Read the drafts of all files of a build that have not been read. An interrupted call goes on where it stopped.
 
     Args:
         folder: of the build.
@@ -76,21 +76,39 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
             f"{info.parent} was read with {key} {before.get(key)}, not {now[key]}, and engines round differently: "
             "delete the folder to read all drafts again"
         )
-    for file in track(missing, "log-probabilities", console=Console(stderr=True)):
-        rows = list(read_rows(file)) if file.stat().st_size else []
-        drafts = [(target.model.render(row.prompt), row.draft_ids) for row in rows]
-        labelled = [i for i, (_, draft) in enumerate(drafts) if draft]
-        empty = torch.empty(0)
-        logprobs = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
-        for i, one in zip(labelled, target.read([drafts[i] for i in labelled], k) if labelled else (), strict=True):
-            logprobs[i] = one
-        columns = {
-            "logprob": [one.own.numpy(force=True) for one in logprobs],
-            "top_ids": [one.top_ids.flatten().numpy(force=True) for one in logprobs],
-            "top_logprobs": [one.top.flatten().numpy(force=True) for one in logprobs],
-        }
-        with atomic_write(reads_of(file)) as beside:
-            pyarrow.parquet.write_table(pyarrow.table(columns, schema=_SCHEMA), beside)
+    rows = sum(1 for file in missing for _ in file.open("rb"))
+    for _ in reading((row for file in missing for row in _read(file, target, k)), "drafts read", rows):
+        pass
+
+
+def _read(file: Path, target: Writer, k: int) -> Iterator[LabelledDraft]:
+    """Read the drafts of a file, and yield its rows. Parts of it are kept until all have been read."""
+    rows, parts, tables = list(read_rows(file)) if file.stat().st_size else [], parts_of(file), [_SCHEMA.empty_table()]
+    for start in range(0, len(rows), target.drafts_at_once):
+        some, part = rows[start : start + target.drafts_at_once], parts / f"{start:06d}.parquet"
+        if not part.is_file() or pyarrow.parquet.read_metadata(part).num_rows != len(some):
+            with atomic_write(part) as beside:
+                pyarrow.parquet.write_table(_table(some, target, k), beside)
+        tables.append(pyarrow.parquet.read_table(part, schema=_SCHEMA))
+        yield from some
+    with atomic_write(reads_of(file)) as beside:
+        pyarrow.parquet.write_table(pyarrow.concat_tables(tables), beside)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _table(rows: Sequence[LabelledDraft], target: Writer, k: int) -> pyarrow.Table:
+    drafts = [(target.model.render(row.prompt), row.draft_ids) for row in rows]
+    labelled = [i for i, (_, draft) in enumerate(drafts) if draft]
+    empty = torch.empty(0)
+    logprobs = [TokenLogprobs(empty, empty, empty, empty) for _ in drafts]
+    for i, one in zip(labelled, target.read([drafts[i] for i in labelled], k) if labelled else (), strict=True):
+        logprobs[i] = one
+    columns = {
+        "logprob": [one.own.numpy(force=True) for one in logprobs],
+        "top_ids": [one.top_ids.flatten().numpy(force=True) for one in logprobs],
+        "top_logprobs": [one.top.flatten().numpy(force=True) for one in logprobs],
+    }
+    return pyarrow.table(columns, schema=_SCHEMA)
 
 
 def read_drafts(source: str | Path) -> Iterator[ReadDraft]:

@@ -82,6 +82,7 @@ class GroupFolder:
         """Write a finished group to disk. Log-probabilities of earlier rows are deleted."""
         self.write_settings()
         reads_of(self._path(group)).unlink(missing_ok=True)
+        shutil.rmtree(parts_of(self._path(group)), ignore_errors=True)
         if counts != NO_ROLLOUTS:
             write_json(self._counts(group), asdict(counts))
         with atomic_write(self._path(group)) as beside:
@@ -185,6 +186,11 @@ class GroupFolder:
 def reads_of(file: Path) -> Path:
     """Return the path of the log-probabilities that belong to a file of rows."""
     return file.parent.parent / "logprobs" / f"{file.stem}.parquet"
+
+
+def parts_of(file: Path) -> Path:
+    """Return the folder of the log-probabilities of a file's first rows, while the others are missing."""
+    return file.parent.parent / "logprobs" / f".{file.stem}.parts"
 
 
 def _groups_of(folder: Path) -> Iterator[Path]:

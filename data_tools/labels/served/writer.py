@@ -39,6 +39,7 @@ class ServedWriter:
         self.config, self.servers = config, CompletionServers(config, role)
         # While some groups wait for their last rollouts, others fill the servers.
         self.groups_at_once = 2 + 2 * self.servers.at_once // config.problems_per_group
+        self.drafts_at_once = 16 * self.servers.at_once
         window = self.servers.check(self.prompt(model.render("What is 3 + 4?")))
         if 0 < window < model.window:
             # A rollout cut short by the window would decide nothing.

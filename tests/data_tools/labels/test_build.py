@@ -30,7 +30,7 @@ from data_tools.labels.labeller import Labeller
 from data_tools.labels.progress import BuildProgress
 from data_tools.labels.rows import read_rows
 from data_tools.labels.sequential_test import SequentialTest, Tally
-from data_tools.labels.shards import GroupFolder
+from data_tools.labels.shards import GroupFolder, parts_of
 from data_tools.labels.summary import summarise_labels
 from data_tools.recipe_parser import parse_recipe
 from data_tools.tasks.registry import load_task
@@ -626,10 +626,12 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
 def test_a_group_that_is_written_again_loses_its_log_probabilities(tmp_path: Path) -> None:
     folder = GroupFolder(tmp_path, "train")
     reads = tmp_path / "logprobs" / "train-000000-000002.parquet"
-    reads.parent.mkdir()
-    reads.touch()
+    parts = parts_of(tmp_path / "data" / "train-000000-000002.jsonl")
+    parts.mkdir(parents=True)
+    for file in (reads, parts / "000000.parquet"):
+        file.touch()
     folder.write(range(2), [])
-    assert not reads.exists() and folder.has(range(2))
+    assert not reads.exists() and not parts.exists() and folder.has(range(2))
 
 
 def test_a_note_may_have_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,16 +143,31 @@ def test_a_training_continues_another_adapters_head(build, tmp_path, capsys):
     assert "has width 64, not 32: set width" in capsys.readouterr().err
 
 
-def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path):
+def test_reads_are_complete_and_continue_where_they_stopped(build, tmp_path, monkeypatch):
     before = [draft.logprobs.own.tolist() for draft in read_drafts(build / "build")]
     assert len(before) == 48 and all(value < 0 for row in before for value in row)
     last = sorted((build / "build" / "logprobs").glob("*.parquet"))[-1]
     last.unlink()
     with pytest.raises(FileNotFoundError, match="run the same `parse-data build` with --logprobs 3 again"):
         list(read_drafts(build / "build"))
-    model = load_language_model(build / "target", role="target", dtype="float32")
-    add_logprobs(build / "build", lambda: LocalWriter(model, 5), 3)
+    writer = LocalWriter(load_language_model(build / "target", role="target", dtype="float32"), 5)
+    writer.drafts_at_once, given, read = 2, [], writer.read
+
+    def stopped(drafts, k):
+        given.extend(drafts)
+        if len(given) == 6:
+            raise KeyboardInterrupt
+        return read(drafts, k)
+
+    monkeypatch.setattr(writer, "read", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        add_logprobs(build / "build", lambda: writer, 3)
+    assert not last.exists(), "what is half read is nobody's"
+    add_logprobs(build / "build", lambda: writer, 3)
     assert [draft.logprobs.own.tolist() for draft in read_drafts(build / "build")] == before
+    rows = sum(1 for _ in (build / "build" / "data" / f"{last.stem}.jsonl").open())
+    assert rows > 6 and len(given) == rows + 2, "only the part that was stopped is read twice"
+    assert sorted((build / "build" / "logprobs").iterdir()) == sorted((build / "build" / "logprobs").glob("[!.]*"))
     add_logprobs(build / "build", lambda: pytest.fail("nothing is missing"), 3)
 
 
