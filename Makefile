@@ -74,6 +74,7 @@ zoo-smollm2: setup
 # The public pair on code, from labelled drafts: the three judges, their ranking of the drafts held out, then accuracy and speed
 # beside the rules, greedily and at the target's own sampling. Each step resumes if it is interrupted.
 JUDGE = $(BIN)/python -m parse_train recipes/qwen-coder/train.yaml --eval_share 0.4
+ON_GPU = --option dtype=bfloat16 --option draft_dtype=bfloat16 --option batch_size=1024 --option timed=30
 qwen-coder: setup
 	mkdir -p data
 	tar -xf zoo/labels/qwen-coder-code.tar.xz -C data
@@ -84,8 +85,8 @@ qwen-coder: setup
 		--rung log-probabilities=runs/qwen-coder-code/logprob/adapter \
 		--rung "and hidden states=runs/qwen-coder-code-hidden/adapter" \
 		--rung "and second stream=runs/qwen-coder-code/adapter"
-	$(BIN)/python -m tools.comparison comparison/qwen-coder-code
-	$(BIN)/python -m tools.comparison comparison/qwen-coder-code-t07
+	$(BIN)/python -m tools.comparison comparison/qwen-coder-code --out runs/qwen-coder-code/greedy $(ON_GPU)
+	$(BIN)/python -m tools.comparison comparison/qwen-coder-code-t07 --out runs/qwen-coder-code/sampled $(ON_GPU)
 
 lint: setup
 	$(BIN)/ruff check .

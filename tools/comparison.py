@@ -1,13 +1,14 @@
 """Compare judges and acceptance rules on one pair of models: every rule is a file, and gets a calibration of its own.
 
-`python -m tools.comparison comparison/embedded [--render-only]`
+`python -m tools.comparison comparison/embedded [--render-only] [--option KEY=VALUE … --out FOLDER]`
 
 `pair.yaml` in the folder names the pair, the task and the settings, by the fields of `ModelOptions` and
 `CalibrationSettings`, and `task`, `task_option`, `split`, `seed` and `limit` of `parse-infer calibrate`. Every other
 YAML file is a rule: its keys, such as `judge` or `blocks`, come before those of `pair.yaml`. The command runs the
 calibrations that are missing, in `runs/comparison/PAIR`, and writes `results.json`, `results.md` and `figure.png`
 beside the YAML files. An interrupted run continues with the same command. A rule that `results.json` has with the same
-options is not measured again; without its entry it is.
+options is not measured again; without its entry it is. `--option` replaces options of all rules, on a GPU say, where
+`--out` keeps the results apart.
 
 Judges with a `batch_size` above 1 and otherwise equal settings are measured in one (`tools.joint_comparison`).
 """
@@ -15,11 +16,13 @@ Judges with a `batch_size` above 1 and otherwise equal settings are measured in 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +38,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.calibration.settings import CalibrationSettings
 from parse_infer.cli.entry_point import run_app
 from parse_infer.cli.model_options import ModelOptions
+from parse_infer.cli.options import read_pairs
 from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.errors import ParseError
 from parse_infer.files import read_json, read_jsonl, write_json, write_text
@@ -161,13 +165,20 @@ class Run:
         return {"options": self.options, **made, **found}
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """The rules of a folder, by name. Raises OSError or ValueError for missing or wrong files."""
+def read_runs(folder: Path, replaced: Mapping[str, Any] = MappingProxyType({}), out: Path | None = None) -> list[Run]:
+    """The rules of a folder, by name, measured in `RUNS` or in `out`.
+
+    Args:
+        replaced: options of all rules.
+
+    Raises OSError or ValueError for missing or wrong files.
+    """
     pair = _read(folder / PAIR)
     rules = sorted(path for path in folder.glob("*.yaml") if path.name != PAIR)
     if not rules:
         raise ParseError(f"{folder} has no rule: add a file such as min_p.yaml with the line `judge: min_p`")
-    return [Run.of(path.stem, pair | _read(path), RUNS / folder.name / path.stem) for path in rules]
+    runs = out or RUNS / folder.name
+    return [Run.of(path.stem, pair | _read(path) | replaced, runs / path.stem) for path in rules]
 
 
 def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
@@ -190,10 +201,18 @@ def measure_jointly(runs: Sequence[Run], folder: Path) -> None:
 def compare(
     pair: Annotated[Path, typer.Argument(help="Folder with pair.yaml and a YAML file for each rule.")],
     render_only: Annotated[bool, typer.Option("--render-only", help="Measure nothing; show what is there.")] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE (repeatable), in place of what the files say; needs --out."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of records and results; default: beside the files.")] = None,
 ) -> None:
     """Compare judges and acceptance rules on one pair of models."""
-    runs = read_runs(pair)
-    known = _known(pair / "results.json")
+    if option and out is None:
+        raise ParseError("--option needs --out FOLDER, which keeps the results apart from those of the files")
+    runs = read_runs(pair, read_pairs(option, "--option"), out)
+    results_of = out or pair
+    known = _known(results_of / "results.json")
     kept = [run for run in runs if run.name in known and run.matches(known[run.name]["options"])]
     rest = [run for run in runs if run not in kept]
     joint = [run for run in rest if run.joint]
@@ -205,7 +224,7 @@ def compare(
             one = [run for run in joint if run.shares(joint[0])]
             joint = [run for run in joint if run not in one]
             if any(run in missing for run in one):
-                measure_jointly(one, RUNS / pair.name / "+".join(run.name for run in one))
+                measure_jointly(one, one[0].folder.with_name("+".join(run.name for run in one)))
         for run in missing:
             if not run.joint:
                 print(f"{run.name}: {run.folder}", file=sys.stderr)
@@ -214,8 +233,8 @@ def compare(
     for run in missing:
         if run.name in known:
             raise ParseError(
-                f"{pair / 'results.json'} has {run.name} with other options, and would lose it: give it these options "
-                "again, or measure it without --render-only"
+                f"{results_of / 'results.json'} has {run.name} with other options, and would lose it: give it these "
+                "options again, or measure it without --render-only"
             )
         print(f"note: {run.name} has not been measured with these options; it is left out", file=sys.stderr)
     rules = {
@@ -226,11 +245,12 @@ def compare(
     if not rules:
         raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
     dates = [date for rule in rules.values() if (date := rule.get("date"))]
-    made = {"date": max(dates, default=describe_run()["date"]), "command": f"{COMMAND} {pair}", "pair": pair.name}
+    command = f"{COMMAND} {shlex.join(sys.argv[1:])}" if out else f"{COMMAND} {pair}"
+    made = {"date": max(dates, default=describe_run()["date"]), "command": command, "pair": pair.name}
     results = {"environment": made, "rules": rules}
-    write_json(pair / "results.json", results)
-    write_text(pair / "results.md", markdown(results))
-    draw(results, pair / "figure.png")
+    write_json(results_of / "results.json", results)
+    write_text(results_of / "results.md", markdown(results))
+    draw(results, results_of / "figure.png")
     print(markdown(results))
 
 

@@ -186,6 +186,23 @@ def test_a_trained_judge_is_measured_beside_the_rules(pair: Path, loads: list[st
     assert [point["lost"] for point in alone["points"]] == together
 
 
+@pytest.mark.slow
+def test_options_replace_those_of_the_files_apart_from_their_results(pair: Path, loads: list[str | None], capsys):
+    assert run(str(pair), "--option", "limit=5") == 2 and "--option needs --out FOLDER" in capsys.readouterr().err
+    assert run(str(pair), "--out", "gpu", "--option", "limit=5", "--option", "timed=1") == 0, capsys.readouterr().err
+    assert not (pair / "results.json").exists() and not Path("runs").exists()
+    rules = json.loads(Path("gpu/results.json").read_text())["rules"]
+    assert {(rule["problems"], rule["timed"]) for rule in rules.values()} == {(5, 1)} and list(rules) == [
+        "fly",
+        "min_p",
+    ]
+    n = len(loads)
+    assert run(str(pair), "--out", "gpu", "--option", "limit=5", "--option", "timed=1") == 0 and len(loads) == n
+    capsys.readouterr()
+    assert run(str(pair), "--out", "gpu", "--option", "limits=5") == 2
+    assert "'limits' is no option of the comparison fly; did you mean 'limit'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
