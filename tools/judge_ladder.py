@@ -15,6 +15,7 @@ import json
 import shlex
 import statistics
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
 from parse_infer.judge.adapter_files import read_adapter
 from parse_infer.judge.carried import Carried
+from parse_infer.judge.logprob_head import LogprobScorer
 from parse_infer.judge.registry import RULES
 from parse_infer.judge.rules.rule import TokenRule
 from parse_infer.judge.token_logprobs import TokenLogprobs
@@ -98,7 +100,7 @@ def compare(
     lm = load_language_model(build.target["name"], role="target", dtype=dtype, device=device)
     held, costs, judged = HeldOut.of(rows), {}, {}
     for name, folders in rungs.items():
-        scored = [score(folder, rows, held, lm, out.with_suffix("")) for folder in folders]
+        scored = [score(folder, drafts, held, lm, out.with_suffix("")) for folder in folders]
         judged[name] = [each for each, _ in scored]
         costs[name] = {key: round(statistics.mean(cost[key] for _, cost in scored), 6) for key in _COSTS}
     judged |= {name: [score_by_rule(rule, drafts, held)] for name, rule in rules.items()}
@@ -174,24 +176,32 @@ def _doubts(rule: TokenRule, found: TokenLogprobs) -> Tensor:
 
 
 def score(
-    folder: str, rows: Sequence[LabelledDraft], held: HeldOut, lm: LanguageModel, kept: Path
+    folder: str, drafts: Sequence[ReadDraft], held: HeldOut, lm: LanguageModel, kept: Path
 ) -> tuple[Judged, dict[str, float]]:
     """Score all drafts as the engine does, or read the scores of an earlier run from the folder `kept`.
+
+    A head on log-probabilities has them already, so the target reads the drafts for other judges only.
 
     Returns:
         The judged drafts, and the cost of the pass: medians of the seconds per 100 draft tokens, and of their ratio to
         the seconds in which a verifier without a judge reads the draft, with the prompt in the cache.
     """
     adapter = ValidityAdapter.from_pretrained(folder, lm.model)
-    file = kept / f"{adapter.fingerprint}-{len(rows)}-tokens.json"
+    scorer, rows = adapter.scorer(lm.tokenizer, lm.eos_ids, lm.model), [draft.row for draft in drafts]
+    these = zlib.crc32(json.dumps([(row.prompt, row.draft_ids) for row in rows]).encode())
+    file = kept / f"{adapter.fingerprint}-{these:08x}.json"
     if not file.is_file():
         judge, reader = (Verifier(lm.decoder, each, Segmenter(lm.tokenizer)) for each in (adapter, None))
         odds = []
-        for row in track(rows, folder, console=Console(stderr=True)):
-            lm.decoder.seek(lm.render(row.prompt))
-            scores = judge.verify_block(row.draft_ids, _ANY).scores
-            assert scores is not None
-            odds.append([float(f"{value:.7g}") for value in (-scores.logits.double()).exp().tolist()])
+        for draft in track(drafts, folder, console=Console(stderr=True)):
+            if type(scorer) is LogprobScorer:
+                logits = scorer.token_scores(draft.logprobs.first(scorer.k), _ANY).logits
+            else:
+                lm.decoder.seek(lm.render(draft.row.prompt))
+                scores = judge.verify_block(draft.row.draft_ids, _ANY).scores
+                assert scores is not None
+                logits = scores.logits
+            odds.append([float(f"{value:.7g}") for value in (-logits.double()).exp().tolist()])
         cost = pass_cost(lambda ids: judge.verify_block(ids, _ANY), reader, rows, lm)
         kept.mkdir(parents=True, exist_ok=True)
         write_json(file, {"odds": odds, "cost": cost})

@@ -178,10 +178,12 @@ def test_an_adapter_scores_tokens_as_in_a_block(make_model, tokenizer, random_ad
     random_adapter(model, stream=stream).save_pretrained(tmp_path / "adapter")
     decoder = Decoder(model, [tokenizer.eos_token_id])
     lm = SimpleNamespace(
-        model=model, decoder=decoder, tokenizer=tokenizer, render=lambda prompt: random_ids(5, seed=9)
+        model=model, decoder=decoder, tokenizer=tokenizer, eos_ids={0}, render=lambda prompt: random_ids(5, seed=9)
     )
     rows = [replace(row([True, False], [4, 9], str(i)), draft_ids=random_ids(9, seed=i)) for i in range(3)]
-    judged, cost = score(str(tmp_path / "adapter"), rows, HeldOut.of(rows), lm, tmp_path / "kept")
+    reads = LocalWriter(lm, 1).read([(random_ids(5, seed=9), one.draft_ids) for one in rows], 5)
+    drafts = [ReadDraft(one, logprobs) for one, logprobs in zip(rows, reads, strict=True)]
+    judged, cost = score(str(tmp_path / "adapter"), drafts, HeldOut.of(rows), lm, tmp_path / "kept")
     assert cost["seconds_per_100_tokens"] > 0 and cost["over_read"] > 0
     adapter = type(random_adapter(model)).from_pretrained(tmp_path / "adapter", model)
     verifier = Verifier(decoder, adapter, Segmenter(tokenizer))
@@ -191,8 +193,10 @@ def test_an_adapter_scores_tokens_as_in_a_block(make_model, tokenizer, random_ad
         validity.append(verifier.verify(one.draft_ids, one.cuts).validity)
     np.testing.assert_allclose(1 / (1 + judged.doubt), validity, rtol=1e-4)
     lm.decoder = None  # what is kept is not scored again
-    again, _ = score(str(tmp_path / "adapter"), rows, HeldOut.of(rows), lm, tmp_path / "kept")
+    again, _ = score(str(tmp_path / "adapter"), drafts, HeldOut.of(rows), lm, tmp_path / "kept")
     np.testing.assert_array_equal(again.doubt, judged.doubt)
+    with pytest.raises(AttributeError):  # other drafts are
+        score(str(tmp_path / "adapter"), drafts[::-1], HeldOut.of(rows), lm, tmp_path / "kept")
 
 
 def test_problems_that_an_adapter_has_learnt_are_known_by_their_prompts(make_model, random_adapter, tmp_path, rows):
