@@ -54,7 +54,7 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
     timed = [outcome for outcome in outcomes if outcome.target_seconds is not None]
     points = [
         {**asdict(setting), "lost": float(lost.mean()), "lost_ci": interval}
-        for setting, lost, interval in zip(settings, losses.T, _loss_intervals(losses), strict=True)
+        for setting, lost, interval in zip(settings, losses.T, _loss_intervals(losses, calibration.loss), strict=True)
     ]
     fastest = None
     if timed:
@@ -86,15 +86,20 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
     }
 
 
-def _loss_intervals(losses: NDArray[np.float64]) -> list[list[float]]:
-    """Intervals of the mean losses [n, m]: of answers lost minus answers won, or of means over samples."""
+def _loss_intervals(losses: NDArray[np.float64], loss: str) -> list[list[float]]:
+    """Intervals of the mean losses [n, m]: of shares of answers, of answers lost minus answers won (loss "accuracy"),
+    or of means over samples."""
     drawn = ratio_intervals(losses, np.ones_like(losses)).tolist()
-    return [
-        list(difference_interval(lost.clip(min=0), (-lost).clip(min=0)))
-        if np.isin(lost, (-1.0, 0.0, 1.0)).all()
-        else interval
-        for lost, interval in zip(losses.T, drawn, strict=True)
-    ]
+    intervals = []
+    for lost, interval in zip(losses.T, drawn, strict=True):
+        if np.isin(lost, (-1.0, 0.0, 1.0)).all():
+            won = (-lost).clip(min=0)
+            whole = (
+                difference_interval(lost.clip(min=0), won) if loss == "accuracy" else _share_interval(lost.tolist())
+            )
+            interval = list(whole)
+        intervals.append(interval)
+    return intervals
 
 
 def _share_interval(shares: Sequence[float]) -> Interval:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
+from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
 from parse_infer.calibration.replay import Replay
 from parse_infer.calibration.schema import LOCAL
 from parse_infer.errors import CalibrationError, ModelError
@@ -84,32 +84,48 @@ def batched(
     engine: ParseEngine, problems: Sequence[HasPrompt], settings: CalibrationSettings
 ) -> Iterator[tuple[HasPrompt, Answers]]:
     """The answers to problems, many at a time. Raises ValueError if this engine has no `JointDecoder`."""
-    decoder = joint_decoder(engine, settings)
+    decoder = joint_decoder(engine, [engine.backend.judge], settings)
     points = tuple((0, point.threshold) for point in settings.orders[0])
     rows = [
         JointRow(problem.prompt, points, settings.max_new_tokens, sample.resume_sampling)
         for problem in problems
         for sample in (settings.generation(problem.id, i) for i in range(settings.samples))
     ]
-    found = decoder.answers(rows)
+    found, apart = decoder.answers(rows), targets_alone(engine, decoder, rows)
     for problem in problems:
-        samples = list(islice(found, settings.samples))
+        samples, alone = list(islice(found, settings.samples)), list(islice(apart, settings.samples))
         if None in samples:
             yield problem, replayed(engine, problem, settings, timed=False)
             continue
         texts = [[decoded_text(engine.target, answer.ids) for answer in sample or ()] for sample in samples]
         order = [list(each) for each in zip(*texts, strict=True)]  # the first point accepts nothing
-        yield problem, Answers(order[0], [order] * len(settings.orders))
+        own = [decoded_text(engine.target, answer.ids) for answer in alone if answer is not None]
+        yield problem, Answers(own or order[0], [order] * len(settings.orders))
 
 
-def joint_decoder(engine: ParseEngine, settings: CalibrationSettings) -> JointDecoder:
-    """The decoder of `batched`. Raises ValueError if texts depend on more than tokens and thresholds."""
+def targets_alone(
+    engine: ParseEngine, decoder: JointDecoder, rows: Sequence[JointRow]
+) -> Iterator[JointAnswer | None]:
+    """The target's own answer to each row, in batches without others; None in float32, where it does not depend on its
+    batch, and so is that of a point that accepts nothing.
+
+    In other dtypes rounding depends on the batch, and one batch for both would hide what that costs.
+    """
+    if engine.deterministic:
+        return iter([None] * len(rows))
+    apart = [replace(row, points=((0, ACCEPT_NOTHING),)) for row in rows]
+    return (each[0] if each else None for each in decoder.answers(apart))
+
+
+def joint_decoder(engine: ParseEngine, judges: Sequence[object], settings: CalibrationSettings) -> JointDecoder:
+    """The decoder of many answers by these judges. Raises ValueError if texts depend on more than tokens and
+    thresholds."""
     try:
         if engine.describe().get("backend", LOCAL) != LOCAL:
             raise ModelError("the models are on servers")
         if "whole" in settings.blocks or settings.acceptance != "first_failure":
             raise ModelError("a draft is judged whole, and not by token: give --block-tokens auto, or a number")
-        decoder = JointDecoder(engine.target, engine.draft, [engine.backend.judge], settings.batch_size)
+        decoder = JointDecoder(engine.target, engine.draft, judges, settings.batch_size)
         if any(isinstance(length, int) and length < decoder.first_tokens for length in settings.blocks):
             raise ModelError(
                 f"the judge compares the first {decoder.first_tokens} draft tokens with its training: give "

@@ -70,7 +70,7 @@ def calibrate(
     for length in settings.blocks:
         engine.backend.check(GenerationSettings(block_tokens=length), ())
     if settings.batch_size > 1:
-        joint_decoder(engine, settings)  # raises
+        joint_decoder(engine, [engine.backend.judge], settings)  # raises
     digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},
@@ -162,7 +162,7 @@ def speedup(outcomes: Sequence[Outcome], i: int, j: int) -> float:
 def check_problems(problems: Sequence[HasPrompt], settings: CalibrationSettings) -> None:
     """Raise ValueError unless the problems suffice for the smallest risk level."""
     check_ids(problems)
-    needed = least_problems(settings.risks[0], settings.level)
+    needed = least_problems(settings.risks[0], settings.level, binary=settings.binary or settings.loss == "accuracy")
     if len(problems) < needed:
         shared = " (the lengths of blocks share the error budget)" if len(settings.blocks) > 1 else ""
         raise CalibrationError(

@@ -54,7 +54,8 @@ class CalibrationSettings:
     timed: int = 100
     """Number of problems on which answers are timed: the target's first sample alone, and each text of PARSE. The
     target's other texts come from the operating point that accepts nothing, which is several times faster and, in
-    float32, exact or of the same distribution. In other dtypes the target answers all problems alone."""
+    float32, exact or of the same distribution. In other dtypes the target answers all problems alone, or, with a
+    `batch_size`, in batches of its own."""
     thresholds: tuple[float, ...] = ()
     """Thresholds to try, chosen before any problem is seen; empty: `THRESHOLDS`. Accepting nothing is always tried."""
     batch_size: int = 1

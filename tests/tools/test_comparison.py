@@ -15,11 +15,14 @@ import yaml
 
 from parse_infer.backends.local.load import load_judge
 from parse_infer.calibration import settings as calibration_settings
+from parse_infer.calibration.held_out import prompt_hash
+from parse_infer.calibration.joint_decoder import JointDecoder
 from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import Calibration, OperatingPoint, TestedPoint
 from parse_infer.cli.model_options import ModelOptions
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.registry import find_rule
+from parse_infer.models.train_problems import write_train_problems
 from tests.parse_infer.conftest import make_engine
 from tools import comparison
 from tools.comparison_results import draw, markdown, markdown_of_points, summarise
@@ -184,6 +187,53 @@ def test_a_trained_judge_is_measured_beside_the_rules(pair: Path, loads: list[st
     assert run(str(pair)) == 0
     alone = json.loads((pair / "results.json").read_text())["rules"]["trained"]
     assert [point["lost"] for point in alone["points"]] == together
+
+
+@pytest.mark.slow
+def test_a_joint_measurement_counts_as_one_that_is_not(
+    pair: Path, loads: list[str | None], monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """The target's own batches outside float32, answers that are left to the engine, training problems, times of each
+    judge, and no word about texts that nobody compared."""
+    jointly(pair)
+    (pair / "trained.yaml").write_text("adapter: adapter\nthresholds: [0.5]\n")
+    write_train_problems(Path("adapter"), [prompt_hash("Tom has 3 apples.")])
+    timed: list[str] = []
+    generate = ParseEngine.generate
+
+    def counted(engine: ParseEngine, *args: Any, **options: Any) -> Any:
+        timed.append(engine.backend.judge.fingerprint)
+        return generate(engine, *args, **options)
+
+    monkeypatch.setattr(ParseEngine, "generate", counted)
+    assert run(str(pair)) == 0, capsys.readouterr().err
+    assert "1 of the 6 problems are among those that the adapter" in capsys.readouterr().err
+    rules = json.loads((pair / "results.json").read_text())["rules"]
+    assert {rule["problems"] for rule in rules.values()} == {5} and len(set(timed)) == 3
+    found = json.loads(Path("runs/comparison/tiny/min_p/calibration.json").read_text())
+    assert {point["disagreement"] for point in found["calibrations"][0]["tried"]} == {1.0}
+
+    shutil.rmtree("runs")
+    (pair / "results.json").unlink()
+    answers = JointDecoder.answers
+
+    def all_but_the_first(decoder: JointDecoder, rows: Any) -> Any:
+        return (each if i else None for i, each in enumerate(answers(decoder, rows)))
+
+    monkeypatch.setattr(JointDecoder, "answers", all_but_the_first)
+    monkeypatch.setattr(ParseEngine, "deterministic", property(lambda engine: False))
+    assert run(str(pair)) == 0, capsys.readouterr().err
+    again = json.loads((pair / "results.json").read_text())["rules"]
+    for name, rule in rules.items():
+        for key in ("lost", "tokens", "written"):
+            one, other = ([point[key] for point in each["points"]] for each in (rule, again[name]))
+            assert one == other, (name, key)
+    texts = Path("runs/comparison/tiny/accept_threshold+min_p+trained/texts/records.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["alone"]) for line in texts] == [0, 1, 1, 1, 1]
+
+    (pair / "pair.yaml").write_text((pair / "pair.yaml").read_text().replace("- 4", "- whole"))
+    (pair / "results.json").unlink()
+    assert run(str(pair)) == 2 and "a draft is judged whole, and not by token" in capsys.readouterr().err
 
 
 @pytest.mark.slow

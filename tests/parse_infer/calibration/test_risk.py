@@ -37,6 +37,9 @@ def test_the_fewest_problems_that_show_a_risk():
     assert least_problems(0.01, 0.1) == 230
     for n, shown in ((229, False), (230, True)):
         assert (p_value([0] * n, 0.01, 0.1) <= 0.1) is shown
+    assert least_problems(0.05, 0.1, binary=False) == 60, "of means over samples"
+    for n, shown in ((59, False), (60, True)):
+        assert (p_value([0.0] * n, 0.05, 0.1, binary=False) <= 0.1) is shown
 
 
 def test_an_upper_bound_is_what_a_test_at_that_risk_just_passes():
