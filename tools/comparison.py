@@ -212,7 +212,7 @@ def compare(
         raise ParseError("--option needs --out FOLDER, which keeps the results apart from those of the files")
     runs = read_runs(pair, read_pairs(option, "--option"), out)
     results_of = out or pair
-    known = _known(results_of / "results.json")
+    known, earlier = _known(results_of / "results.json")
     kept = [run for run in runs if run.name in known and run.matches(known[run.name]["options"])]
     rest = [run for run in runs if run not in kept]
     joint = [run for run in rest if run.joint]
@@ -246,7 +246,7 @@ def compare(
         raise ParseError(f"no rule of {pair} has been measured: run `{COMMAND} {pair}` without --render-only")
     dates = [date for rule in rules.values() if (date := rule.get("date"))]
     command = f"{COMMAND} {shlex.join(sys.argv[1:])}" if out else f"{COMMAND} {pair}"
-    made = {"date": max(dates, default=describe_run()["date"]), "command": command, "pair": pair.name}
+    made = {"date": max(dates, default=earlier or describe_run()["date"]), "command": command, "pair": pair.name}
     results = {"environment": made, "rules": rules}
     write_json(results_of / "results.json", results)
     write_text(results_of / "results.md", markdown(results))
@@ -254,15 +254,15 @@ def compare(
     print(markdown(results))
 
 
-def _known(path: Path) -> dict[str, Any]:
-    """The results of an earlier run, maybe on another machine, by rule."""
+def _known(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The results of an earlier run, maybe on another machine, by rule, and its date: rules had none of their own."""
     if not path.is_file():
-        return {}
+        return {}, None
     hint = "delete it to measure again"
     content = read_json(path, hint)
     if not isinstance(content, dict) or "rules" not in content:
         raise ParseError(f"{path} holds no results: {hint}")
-    return dict(content["rules"])
+    return dict(content["rules"]), content.get("environment", {}).get("date")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -122,6 +122,13 @@ def test_each_rule_is_calibrated_once(pair: Path, loads: list[str | None], capsy
             ratio = sum(each[0] for each in took) / sum(each[place] for each in took)
             assert point["speed"] == pytest.approx(ratio)
         assert rule["points"][rule["lossless"]]["threshold"] > 1 and rule["points"][0]["speed"] == 1.0
+    older = json.loads((pair / "results.json").read_text())
+    older["environment"]["date"] = "2026-01-01"
+    for rule in older["rules"].values():
+        del rule["date"]
+    (pair / "results.json").write_text(json.dumps(older))
+    assert run(str(pair), "--render-only") == 0
+    assert json.loads((pair / "results.json").read_text())["environment"]["date"] == "2026-01-01"
 
 
 def jointly(pair: Path, **options: object) -> None:
