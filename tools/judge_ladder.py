@@ -113,6 +113,7 @@ def compare(
             "dtype": str(lm.model.dtype).removeprefix("torch."),
         },
         "data": data.name,
+        "reads": read_info(data),
         "drafts": len(drafts),
         "problems": len(set(held.owner.tolist())),
         "wrong_drafts": wrong,
@@ -188,13 +189,14 @@ def score(
     """
     adapter = ValidityAdapter.from_pretrained(folder, lm.model)
     scorer, rows = adapter.scorer(lm.tokenizer, lm.eos_ids, lm.model), [draft.row for draft in drafts]
-    these = zlib.crc32(json.dumps([(row.prompt, row.draft_ids) for row in rows]).encode())
-    file = kept / f"{adapter.fingerprint}-{these:08x}.json"
+    stored = [(draft.row.prompt, draft.row.draft_ids, draft.logprobs.own.tolist()) for draft in drafts]
+    made = {**describe_machine(lm.decoder.device), "dtype": str(lm.model.dtype)}
+    file = kept / f"{adapter.fingerprint}-{zlib.crc32(json.dumps([stored, made]).encode()):08x}.json"
     if not file.is_file():
         judge, reader = (Verifier(lm.decoder, each, Segmenter(lm.tokenizer)) for each in (adapter, None))
         odds = []
         for draft in track(drafts, folder, console=Console(stderr=True)):
-            if type(scorer) is LogprobScorer:
+            if type(scorer) is LogprobScorer and scorer.k <= draft.logprobs.top_ids.shape[1]:
                 logits = scorer.token_scores(draft.logprobs.first(scorer.k), _ANY).logits
             else:
                 lm.decoder.seek(lm.render(draft.row.prompt))

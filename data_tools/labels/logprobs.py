@@ -63,6 +63,8 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
         )
     files = sorted((folder / "data").glob("*.jsonl"))
     missing = [file for file in files if not reads_of(file).is_file()]
+    for file in set(files).difference(missing):
+        shutil.rmtree(parts_of(file), ignore_errors=True)  # of a call that was killed at its end
     if not missing:
         return
     target = writer()

@@ -181,6 +181,7 @@ class GroupFolder:
                 self._path(group).unlink()
                 for beside in (reads_of(self._path(group)), self._counts(group)):
                     beside.unlink(missing_ok=True)
+                shutil.rmtree(parts_of(self._path(group)), ignore_errors=True)
 
 
 def reads_of(file: Path) -> Path:

@@ -192,11 +192,15 @@ def test_an_adapter_scores_tokens_as_in_a_block(make_model, tokenizer, random_ad
         decoder.seek(random_ids(5, seed=9))
         validity.append(verifier.verify(one.draft_ids, one.cuts).validity)
     np.testing.assert_allclose(1 / (1 + judged.doubt), validity, rtol=1e-4)
-    lm.decoder = None  # what is kept is not scored again
+    lm.decoder = SimpleNamespace(device=decoder.device)  # what is kept is not scored again
     again, _ = score(str(tmp_path / "adapter"), drafts, HeldOut.of(rows), lm, tmp_path / "kept")
     np.testing.assert_array_equal(again.doubt, judged.doubt)
-    with pytest.raises(AttributeError):  # other drafts are
-        score(str(tmp_path / "adapter"), drafts[::-1], HeldOut.of(rows), lm, tmp_path / "kept")
+    lm.decoder = decoder
+    for others, equal in ((drafts[::-1], False), ([replace(d, logprobs=d.logprobs.first(2)) for d in drafts], True)):
+        other, _ = score(str(tmp_path / "adapter"), others, HeldOut.of(rows), lm, tmp_path / f"kept{equal}")
+        assert np.allclose(other.doubt, judged.doubt, rtol=1e-4) is equal, "the target reads what the data lacks"
+    score(str(tmp_path / "adapter"), drafts[::-1], HeldOut.of(rows), lm, tmp_path / "kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 2, "of these very drafts"
 
 
 def test_problems_that_an_adapter_has_learnt_are_known_by_their_prompts(make_model, random_adapter, tmp_path, rows):
