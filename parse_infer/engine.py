@@ -495,13 +495,13 @@ class ParseEngine:
         yield Done(generation)
 
     @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Count a request in `running` within the block: also one that the servers answer without the engine."""
-        self.running += 1
+    def in_flight(self, answers: int = 1) -> Iterator[None]:
+        """Count answers in `running` within the block: also those that the servers give without the engine."""
+        self.running += answers
         try:
             yield
         finally:
-            self.running -= 1
+            self.running -= answers
 
     @property
     def _load(self) -> int:

@@ -84,7 +84,7 @@ class LoopRunner(Runner):
     async def relay(self, request: PassedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
         with _server_errors():
             async with aclosing(self._backend.relay(request)) as pieces:
-                with self._engine.in_flight():
+                with self._engine.in_flight(request.answers):
                     async for piece in pieces:
                         yield piece
 

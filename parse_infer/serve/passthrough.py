@@ -69,11 +69,6 @@ class RelayedRequest(PassedRequest):
         """The model's name, once it is known to be that of this server."""
         return self.model if isinstance(self.model, str) else None
 
-    @property
-    def answers(self) -> int:
-        n = (self.fields or {}).get("n")
-        return n if isinstance(n, int) and n > 0 else 1
-
 
 class Unknown(Exception):
     """Ends the handling of a request with a field that only the target's server may know."""

@@ -36,13 +36,20 @@ class TransientServerError(Exception):
         status: HTTP status of the failure; 0: no answer, or an unusable one.
         timed_out: the server sent nothing for too long.
         retry_after_s: how long the server asks for no requests; None: it does not say.
+        unread: the server has not begun with the request: it could not be reached, or has no time.
     """
 
     def __init__(
-        self, message: str, status: int = 0, timed_out: bool = False, retry_after_s: float | None = None
+        self,
+        message: str,
+        status: int = 0,
+        timed_out: bool = False,
+        retry_after_s: float | None = None,
+        unread: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.timed_out, self.retry_after_s = status, timed_out, retry_after_s
+        self.unread = unread or status in (429, 503)
 
 
 class RequestRejected(ServerError):
@@ -282,7 +289,8 @@ class _Response:
 
     def _broken(self, what: str, error: Exception) -> TransientServerError:
         message = f"{self._url} {what}: {error or type(error).__name__}"
-        return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError))
+        unread = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+        return TransientServerError(message, timed_out=isinstance(error, aiohttp.SocketTimeoutError), unread=unread)
 
 
 def _concerns_request(status: int, every_server_has_route: bool) -> bool:

@@ -80,6 +80,7 @@ class HealthChecks:
         self._identify, self._examine, self._report = identify, examine, report
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: dict[Replica, asyncio.Task[None]] = {}
+        self._leaving: set[Replica] = set()
         self._back = asyncio.Event()
 
     def start(self) -> None:
@@ -100,9 +101,9 @@ class HealthChecks:
         self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server), context=Context())
 
     def remove(self, server: Replica) -> None:
-        """Check a server no longer."""
+        """Check a server no longer than requests wait for it: its machine may vanish before it has answered them."""
         if server in self._watching:
-            self._stop_watching(server)
+            self._leaving.add(server)
 
     def close(self) -> None:
         """Stop the checks and keep each server's state. `start` restarts them, also in another event loop."""
@@ -111,6 +112,7 @@ class HealthChecks:
             if server.check is not None:
                 with suppress(RuntimeError):  # its event loop has ended
                     server.check.cancel()
+        self._leaving.clear()
         self._loop = None
 
     async def check(self, server: Replica) -> None:
@@ -153,9 +155,12 @@ class HealthChecks:
             self._watching.pop(server).cancel()
 
     async def _watch(self, server: Replica) -> None:
-        while True:
+        while server.requests or server not in self._leaving:
             await asyncio.sleep(CHECK_EVERY_S if server.healthy else RETRY_EVERY_S)
-            await self.check(server)
+            if server.requests or server not in self._leaving:
+                await self.check(server)
+        self._leaving.discard(server)
+        self._watching.pop(server, None)
 
     async def _check(self, server: Replica) -> None:
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from parse_infer.backends.pool import health
 from parse_infer.backends.pool.client import Client, RequestRejected, TransientServerError
 from parse_infer.backends.pool.health import Replica, examine_within_limit
 from parse_infer.backends.pool.retries import Unavailable
@@ -60,11 +62,14 @@ class Identity:
             ValueError: the servers serve different models, or a wrong model.
         """
         cards: dict[Replica, Card] = {}
-        for server in members:
-            try:
-                cards[server] = await self._card(server)
-            except TransientServerError as error:
-                self._away(server, error)
+        found = await asyncio.gather(*map(self._card_in_time, members), return_exceptions=True)
+        for server, card in zip(members, found, strict=True):
+            if isinstance(card, TransientServerError):
+                self._away(server, card)
+            elif isinstance(card, BaseException):
+                raise card
+            else:
+                cards[server] = card
         names = sorted({card.names[0] for card in cards.values()})
         if len(names) > 1 and not self._given:
             raise ServerError(f"the {self.role} servers serve different models: {' and '.join(names)}")
@@ -101,6 +106,13 @@ class Identity:
                 f"the {self.role} server {server.url} has other tokens than {name!r}: give the address of a "
                 "server with that model"
             )
+
+    async def _card_in_time(self, server: Replica) -> Card:
+        try:
+            async with asyncio.timeout(health.CHECK_LIMIT_S):
+                return await self._card(server)
+        except TimeoutError as error:
+            raise TransientServerError(f"{server.url} does not answer within {health.CHECK_LIMIT_S:g} s") from error
 
     async def _card(self, server: Replica) -> Card:
         try:

@@ -258,10 +258,11 @@ class ReplicaPool:
     async def passed(self, request: PassedRequest, lease: Lease) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Pass a request on unchanged: yield the head of the response, then its body. See `Client.passed`.
 
-        Raises as `ask` does. A response that has begun is not retried.
+        Raises as `ask` does. A response that has begun is not retried, nor a request that is not `repeatable` and that
+        a server may have carried out.
         """
         request = replace(request, headers={**request.headers, **headers_of(lease)})
-        begun, tried = False, self._no_attempts(lease)
+        begun, tried = False, self._no_attempts(lease, request.repeatable)
         while tried.left and not begun:
             server = await self._server(lease, tried)
             async with self._attempt(server, tried) as attempt:
@@ -335,9 +336,10 @@ class ReplicaPool:
                 return await request(f"{server.url}{path}")
         raise self._balancer.failing(tried)
 
-    def _no_attempts(self, lease: Lease | None) -> FailedAttempts:
+    def _no_attempts(self, lease: Lease | None, repeatable: bool = True) -> FailedAttempts:
         optional = lease is not None and lease.optional
-        return FailedAttempts(len(self.members) if optional else self._attempts, self._back_off_s, optional)
+        attempts = len(self.members) if optional else self._attempts
+        return FailedAttempts(attempts, self._back_off_s, optional, repeatable)
 
     async def _server(self, lease: Lease | None, tried: FailedAttempts) -> Replica:
         self.watch()
@@ -355,7 +357,7 @@ class ReplicaPool:
             yield attempt
             self._end(attempt, "ok")
         except TransientServerError as error:
-            tried.record(server, str(error), error.timed_out)
+            tried.record(server, str(error), error.timed_out, error.unread)
             limited = "rate_limited" if error.status == 429 else "failed"
             self._end(attempt, "timed_out" if error.timed_out else limited, error.retry_after_s)
             await self._check(server, tried)

@@ -81,13 +81,19 @@ class FailedAttempts:
     Most likely it would time out again, and each time a server may write the whole answer. An optional request has
     one attempt per server, and none after a time-out.
 
+    Args:
+        repeatable: carrying the request out twice does no harm; else there is no attempt after one that a server may
+            have carried out.
+
     Attributes:
         failed: the server of each attempt.
         last_error: error of the last attempt.
     """
 
-    def __init__(self, attempts: int, back_off_s: float = 0.0, optional: bool = False) -> None:
-        self.attempts, self.optional = attempts, optional
+    def __init__(
+        self, attempts: int, back_off_s: float = 0.0, optional: bool = False, repeatable: bool = True
+    ) -> None:
+        self.attempts, self.optional, self._repeatable = attempts, optional, repeatable
         self._back_off_s = back_off_s
         self.failed: list[Replica] = []
         self.last_error = ""
@@ -101,9 +107,11 @@ class FailedAttempts:
         """Seconds to wait after a replica has failed `times` times."""
         return min(self._back_off_s * 2.0 ** min(times - 1, 30), _LONGEST_BACK_OFF_S)
 
-    def record(self, server: Replica, last_error: str, timed_out: bool = False) -> None:
+    def record(self, server: Replica, last_error: str, timed_out: bool = False, unread: bool = True) -> None:
         self.failed.append(server)
         self.last_error = server.last_error = last_error
+        if not (self._repeatable or unread):
+            self.attempts = len(self.failed)
         if timed_out:
             again = not (self._timed_out or self.optional)
             self.attempts = min(self.attempts, len(self.failed) + again)
