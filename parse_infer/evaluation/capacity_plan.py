@@ -12,6 +12,7 @@ from parse_infer.evaluation.serving_simulation import Outcome, Way, alone, parse
 from parse_infer.evaluation.tables import format_times, terminal_table
 
 _MORE = 1.02  # answers/s that are more than chance
+_TURNS = 4  # requests in a simulation per request that all servers can run at once
 _SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the target's capacity
 
 
@@ -49,11 +50,13 @@ def plan(
 
     Args:
         loads: arrivals per second, or with `closed` numbers of clients, each of which waits for its answer.
+        requests: of each simulation, at least: many servers need more until they run what they will always run.
     """
+    at_once = round(gpus * costs.target_token_s.points[-1][0])
 
     def at(load: float, way: Way, targets: int, drafts: int) -> Outcome:
         if not closed:
-            return simulate(costs, way, load, targets, drafts, requests, seed)
+            return simulate(costs, way, load, targets, drafts, max(requests, _TURNS * at_once), seed)
         clients = int(load)
         return simulate(costs, way, None, targets, drafts, max(requests, 10 * clients), seed, clients)
 
@@ -90,14 +93,17 @@ def plan_table(rows: Sequence[Row]) -> Table:
 
 
 def plan_summary(rows: Sequence[Row]) -> str:
-    """Say in a sentence up to which of the loads PARSE pays."""
+    """Say in a sentence at which of the loads PARSE pays."""
     unit = rows[0].unit
-    stops = next((n for n, row in enumerate(rows) if not row.pays), len(rows))
     overloaded = " (!: arrivals exceed what the servers can answer)"
     marked = overloaded if any(row.alone.overloaded or row.parse.overloaded for row in rows) else ""
-    if stops == 0:
-        return f"PARSE does not pay at {rows[0].load:g} {unit}{marked}."
-    paid = f"PARSE pays up to {rows[stops - 1].load:g} {unit}"
+    first = next((n for n, row in enumerate(rows) if row.pays), len(rows))
+    stops = next((n for n, row in enumerate(rows) if n > first and not row.pays), len(rows))
+    if first == len(rows):
+        several = f" to {rows[-1].load:g}" if len(rows) > 1 else ""
+        return f"PARSE does not pay at {rows[0].load:g}{several} {unit}{marked}."
+    begins = f"from {rows[first].load:g} " if first else "up "
+    paid = f"PARSE pays {begins}to {rows[stops - 1].load:g} {unit}"
     if stops == len(rows):
         return f"{paid}, the highest load here{marked}."
     return f"{paid} and stops paying by {rows[stops].load:g}{marked}."

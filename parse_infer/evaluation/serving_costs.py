@@ -12,7 +12,7 @@ from typing import Any
 from parse_infer.errors import SettingsError
 from parse_infer.files import read_json
 
-_OF_DRAFTS = ("draft_tokens", "kept_tokens", "target_tokens")
+_OF_ANSWERS = ("draft_tokens", "kept_tokens", "target_tokens", "prompt_tokens", "answer_tokens")
 COSTS_HINT = "write it with `parse-infer cost --output`"
 
 
@@ -89,8 +89,8 @@ class Costs:
         """Read the content of such a file, called `path` in errors. Raises SettingsError."""
         given = {name: value for name, value in given.items() if value is not None}
         held = held | given
-        if not given.keys().isdisjoint(_OF_DRAFTS):
-            held.pop("parse_token_s", None)  # measured with other drafts
+        if not given.keys().isdisjoint(_OF_ANSWERS):
+            held.pop("parse_token_s", None)  # measured with others, and with the reads of their prompts
         if "answer_tokens" in given:
             held.pop("answer_lengths", None)
         values: dict[str, Any] = {}

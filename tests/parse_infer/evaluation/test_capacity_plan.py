@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,10 +89,11 @@ def test_lengths_are_the_measured_ones(tmp_path):
         Costs.read(file)
 
 
-def test_a_pace_that_was_measured_with_other_drafts_is_not_used(tmp_path):
+def test_a_pace_that_was_measured_with_other_answers_is_not_used(tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps(FILE | {"parse_token_s": {"1": 0.005}}))
-    assert Costs.read(tmp_path / "costs.json", answer_tokens=300).parse_token_s is not None
-    assert Costs.read(tmp_path / "costs.json", kept_tokens=30).parse_token_s is None
+    assert Costs.read(tmp_path / "costs.json").parse_token_s is not None
+    for name in ("kept_tokens", "draft_tokens", "target_tokens", "prompt_tokens", "answer_tokens"):
+        assert Costs.read(tmp_path / "costs.json", **{name: 64}).parse_token_s is None, name
 
 
 @pytest.mark.parametrize("kept", [0.0, 3.0, 20.0, 50.0, 64.0])
@@ -180,8 +182,24 @@ def test_the_summary_names_the_rate_at_which_parse_stops_paying():
     stops = paid.index(False)
     text = f"PARSE pays up to {rows[stops - 1].load:g} arrivals/s and stops paying by {rows[stops].load:g}"
     assert plan_summary(rows).startswith(text)
-    assert plan_summary(rows[stops:]).startswith(f"PARSE does not pay at {rows[stops].load:g} arrivals/s")
+    assert plan_summary(rows[stops : stops + 1]).startswith(f"PARSE does not pay at {rows[stops].load:g} arrivals/s")
     assert plan_summary(rows[:1]).endswith("the highest load here.")
+
+
+def test_the_summary_names_the_loads_between_which_parse_pays():
+    ended = SimpleNamespace(overloaded=False)
+    rows = [SimpleNamespace(load=n, unit="clients", pays=n in (2, 3), alone=ended, parse=ended) for n in range(1, 6)]
+    assert plan_summary(rows) == "PARSE pays from 2 to 3 clients and stops paying by 4."
+    assert plan_summary(rows[:3]) == "PARSE pays from 2 to 3 clients, the highest load here."
+    assert plan_summary(rows[3:]) == "PARSE does not pay at 4 to 5 clients."
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_half_of_the_capacity_overloads_no_number_of_servers(gpus):
+    large = replace(costs(), target_token_s=Curve.of("", {"1": 0.011, "32": 0.02, "256": 0.04}))
+    rate = default_rates(large, gpus)[4]
+    (row,) = plan(large, [rate], gpus, 0, requests=100)
+    assert not row.alone.overloaded and row.alone.answers_per_s == pytest.approx(rate, rel=0.1)
 
 
 @pytest.mark.parametrize("clients", [1, 5, 32, 64])
