@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rich.progress import track
 from torch import Tensor
 
 from data_tools.labels.backends import LocalWriter
-from data_tools.labels.drafts import DraftSampler, render
+from data_tools.labels.drafts import DraftSampler, readable, render
 from data_tools.labels.shards import GroupFolder, check_identity
 from data_tools.tasks.registry import load_task
 from parse_infer.calibration.held_out import prompt_hash
@@ -154,8 +156,8 @@ def _answer(
     what = f"{lm.name} answers {answers.split} problems"
     for group in track(missing, what, disable=not processes.is_main_process):
         rows = []
-        batch = [problems[i] for i in group]
-        for problem, drafts in zip(batch, run_sync(sampler.sample(batch)), strict=True):
+        batch = readable([problems[i] for i in group], [lm], partial(print, file=sys.stderr), some=False)
+        for problem, drafts in zip(batch, run_sync(sampler.sample(batch)) if batch else (), strict=True):
             prompt = render(lm, problem)
             rows.append({"input_ids": prompt + (drafts[0].ids if drafts else []), "start": len(prompt)})
         answers.write(group, rows)

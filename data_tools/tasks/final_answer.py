@@ -45,7 +45,7 @@ _CLOSING = re.compile(
 )
 _CLAUSE_END = re.compile(
     r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bMt)(?<!\bvs)(?<!\b[A-Z])[.!?][*_\"”)]*\s+(?=[A-Z*(])"
-    r"|\s*,?\s*\b(?:because|since|due to)\b"
+    r"|(?<![\s,])[\s,]*\b(?:because|since|due to)\b"  # from the first space only: a run of them is read once
 )
 
 

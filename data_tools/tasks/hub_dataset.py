@@ -30,8 +30,8 @@ class HubDataset(RowTask):
         path: Hub id, local folder, or `parquet`, `csv` or `json` with `data_files`.
         subset: configuration of the data set.
         data_files: path, or mapping from split names to paths.
-        split_names: the data set's name of train, validation or test, where it differs. A data set without the split
-            validation has its validation problems in train.
+        split_names: the data set's name of train, validation or test, where it differs. A data set without validation
+            or test has these problems in train.
         prompt: column (text or messages), or a template such as `{question}\\nA) {choices[0]}`.
         reference: column or template.
         choices: column of a list of options, which are written below the prompt as A), B), …
@@ -81,8 +81,9 @@ class HubDataset(RowTask):
             reason = " ".join(str(error).partition("\nExample")[0].split())
             raise ParseError(f"the data set {self.path!r} cannot be loaded: {reason}") from error
         names = {ours: self.split_names.get(ours, ours) for ours in SPLITS}
-        if "validation" not in {*sources, *self.split_names}:
-            names["validation"] = names["train"]
+        for ours in SPLITS:
+            if ours not in {*sources, *self.split_names}:
+                names[ours] = names["train"]
         if names[split] not in sources:
             raise ParseError(
                 f"the data set {self.path!r} has no split {names[split]!r}, only {', '.join(sources)}: choose another "
@@ -119,7 +120,9 @@ class HubDataset(RowTask):
         if isinstance(prompt, str):
             prompt += below
         elif below:
-            prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + below}]
+            last = prompt[-1]["content"]
+            said = [*last, {"type": "text", "text": below}] if isinstance(last, list) else f"{last or ''}{below}"
+            prompt = [*prompt[:-1], {**prompt[-1], "content": said}]
         name = None if self.id is None else self._read(row, "id", self.id)
         return Problem(prompt_id(prompt) if name in (None, "") else str(name), prompt, reference)
 
@@ -138,8 +141,6 @@ class HubDataset(RowTask):
 
     def _reference(self, row: Mapping[str, Any], where: str, labels: list[Any]) -> str:
         reference = self._read(row, "reference", self.reference)
-        if reference is None or reference == "":
-            raise ParseError(f"{where}: the reference is empty; to use prompts alone, set check_with: none")
         if self.check_with == "choice":
             index = labels.index(reference) if reference in labels else reference
             reference = chr(ord("A") + int(index)) if str(index).isdecimal() else reference

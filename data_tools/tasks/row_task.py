@@ -65,7 +65,9 @@ class RowTask:
         return self.check_with not in ("none", "same_function")
 
     def check_reference(self, place: str, reference: object) -> None:
-        """Raise ValueError for a reference that no answer can match."""
+        """Raise ValueError for a reference that no answer, or every one, can match."""
+        if self.needs_reference and reference in (None, ""):
+            raise ParseError(f"{place}: the reference is empty; to use prompts alone, set check_with: none")
         if self.check_with == "regex":
             try:
                 re.compile(str(reference))

@@ -37,9 +37,11 @@ class FairSeats:
             await place[-1]
             yield
         finally:
-            if place[-1].done() and not place[-1].cancelled():  # else the client left before it was seated
+            if place[-1].done() and not place[-1].cancelled():
                 self._free += 1
                 self._fill()
+            else:  # the client left before it was seated, and pays for nothing
+                self._next[caller] -= answers / caller.weight
 
     def _fill(self) -> None:
         while self._waiting and (self._free or self._waiting[0][-1].done()):

@@ -234,10 +234,13 @@ class Runner(ABC):
         return rendered, ids
 
 
+_TEXTS = ("content", "reasoning", "reasoning_content")  # of a message
+
+
 def size_of(prompt: Prompt | TokenPrompt) -> int:
     """Return the number of a prompt's characters, without its template, or of its tokens."""
     if isinstance(prompt, TokenPrompt):
         return len(prompt.ids)
     if isinstance(prompt, Chat):
-        return sum(len(str(message.get("content", ""))) for message in prompt.messages)
+        return sum(len(str(message.get(part, ""))) for message in prompt.messages for part in _TEXTS)
     return len(prompt.text) if isinstance(prompt, Verbatim) else len(str(prompt))

@@ -64,7 +64,7 @@ def main(config: StreamTrainingConfig) -> None:
         provenance=facts.provenance | {name: getattr(config, name) for name in settings},
     )
     texts = TokenTexts(target.tokenizer, target.eos_ids, trunk.config.buckets)
-    floor, read = choose_floor(trunk, [*train.examples, *evaluation.examples], texts, config.sure_share)
+    floor, read = choose_floor(trunk, train.examples, texts, config.sure_share)
     if config.process_index == 0:
         print(f"{read:.0%} of the drafts have a token that may be corrected, of more doubt than {floor:.2f}")
     facts.provenance["corrected_drafts"] = round(read, 4)
@@ -134,7 +134,7 @@ def choose_floor(
     trunk: LogprobHead, drafts: Sequence[LogprobExample], texts: TokenTexts, share: float
 ) -> tuple[float, float]:
     """Return the doubt above which tokens are corrected (`StreamTrainingConfig.sure_share`), and the share of the
-    drafts that have such a token. Held-out drafts alone would be too few for the quantile."""
+    drafts that have such a token. Held-out drafts have no part in it: they tell how well the judge does."""
     reader, collate, most = LogprobModel(trunk, texts).eval(), LogprobCollator(), []
     for start in range(0, len(drafts), _AT_ONCE):
         part = collate(drafts[start : start + _AT_ONCE])

@@ -163,6 +163,13 @@ def test_another_answer_in_the_same_words(one: str, other: str) -> None:
         assert agree(wording.format(one), wording.format(one)) == {True}, wording
 
 
+def test_an_endless_run_of_spaces_is_read_once() -> None:
+    """A pattern that begins anew at each of them would take hours."""
+    for run in (" " * 20_000, "\n" * 20_000, " ," * 10_000):
+        answer = f"The answer is 5{run}because of"
+        assert same_answer(answer, "#### 5") and not CHECKS["exact"]("6", answer)
+
+
 @pytest.mark.parametrize(("reference", "completion"), EXACT)
 def test_a_text_is_exact_without_its_decoration(reference: str, completion: str) -> None:
     assert CHECKS["exact"](reference, completion)

@@ -59,6 +59,25 @@ def test_a_data_set_without_validation_problems_takes_them_from_train(sums):
     assert thirds["validation"] == parts["validation"]
 
 
+def test_a_data_set_with_training_problems_alone_tests_on_none_that_it_trains_on(tmp_path):
+    rows = [{"prompt": f"{i} + 1?", "reference": i + 1} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_task("dataset", path="json", data_files={"train": str(tmp_path / "rows.jsonl")})
+    parts = [{p.prompt for p in task.problems(split)} for split in ("train", "validation", "test")]
+    assert sum(map(len, parts)) == 100 == len(set().union(*parts)) and all(parts)
+
+
+def test_options_stand_below_messages_of_parts(tmp_path):
+    said = [{"type": "text", "text": "Which?"}]
+    row = {"prompt": [{"role": "user", "content": said}], "reference": "A", "options": ["red", "blue"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    files = {"test": str(tmp_path / "rows.jsonl")}
+    (only,) = load_task("dataset", path="json", data_files=files, choices="options", check_with="choice").problems(
+        "test"
+    )
+    assert only.prompt == [{"role": "user", "content": [*said, {"type": "text", "text": "\nA) red\nB) blue"}]}]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "csv", "folder"])
 def test_other_files_and_folders_are_read_too(sums, tmp_path, kind):
     from datasets import Dataset

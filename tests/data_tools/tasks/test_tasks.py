@@ -256,6 +256,17 @@ def test_a_problem_without_an_id_is_known_by_its_prompt(tmp_path):
     assert found[1][labelled.problem] == rows[3]["prompt"]
 
 
+@pytest.mark.parametrize("check", ["exact", "regex", "math", "numeric"])
+def test_an_empty_reference_is_no_reference(tmp_path, check):
+    """A pattern without a letter would be found in every answer."""
+    for reference in ("", None):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p", "reference": reference}))
+        with pytest.raises(
+            ValueError, match="line 1: the reference is empty; to use prompts alone, set check_with: none"
+        ):
+            list(load_task("jsonl", path=str(tmp_path / "rows.jsonl"), check_with=check).problems("test"))
+
+
 def test_prompts_without_references_serve_where_nothing_is_checked(tmp_path):
     """Also in the form of MT-Bench and Spec-Bench."""
     path = tmp_path / "prompts.jsonl"

@@ -53,6 +53,31 @@ def test_a_wave_of_one_client_does_not_stop_another(number):
     assert last <= number + 2 * 10 + 1, "one of each in turn"
 
 
+def test_a_client_that_left_while_it_waited_pays_for_no_seat():
+    order: list[Caller] = []
+
+    async def main() -> None:
+        seats = FairSeats(1)
+
+        async def ask(client: Caller) -> None:
+            async with seats.seat(client):
+                order.append(client)
+                await asyncio.sleep(0)
+
+        async with seats.seat(B):
+            gone = [asyncio.create_task(ask(A)) for _ in range(20)]
+            await asyncio.sleep(0)
+            for task in gone:
+                task.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            asked = [asyncio.create_task(ask(client)) for client in [A] + [B] * 25]
+            await asyncio.sleep(0)
+        await asyncio.gather(*asked)
+
+    asyncio.run(main())
+    assert order.index(A) <= 1 and len(order) == 26
+
+
 def test_seats_are_given_by_weight():
     order = seated(1, [(A, 100, 1), (HEAVY, 100, 1)])
     counts = Counter(order[:80])

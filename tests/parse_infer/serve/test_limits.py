@@ -59,7 +59,14 @@ def test_a_prompt_that_may_fit_is_tokenized(served):
 
 
 @pytest.mark.parametrize(
-    "prompt", [Chat([{**USER, "content": "abc"}] * 2, {}), Verbatim("abcdef"), TokenPrompt([5] * 6), "abcdef"]
+    "prompt",
+    [
+        Chat([{**USER, "content": "abc"}] * 2, {}),
+        Chat([{**USER, "content": "ab", "reasoning": "c"}] * 2, {}),
+        Verbatim("abcdef"),
+        TokenPrompt([5] * 6),
+        "abcdef",
+    ],
 )
 def test_sizes(prompt):
     assert size_of(prompt) == 6
