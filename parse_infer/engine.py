@@ -386,12 +386,12 @@ class ParseEngine:
             self.backend.run(_cancelled(tasks))
 
     def score(
-        self, prompt: Prompt, response: str, cut_policy: CutPolicy | None = None, finished: bool = True
+        self, prompt: Prompt, response: str, cut_policy: CutPolicy | str | None = None, finished: bool = True
     ) -> Score:
         """Score any response to the prompt, segment by segment, in one forward of the target.
 
         Args:
-            cut_policy: where to cut the response; None takes the policy for drafts.
+            cut_policy: where to cut the response, also by name, such as "sentence"; None takes the policy for drafts.
             finished: the response is a whole answer, so the judge reads its last segment with an end token.
 
         A response unlike the drafts that the judge was trained on gets no validity (`Score.unusual`).
@@ -412,7 +412,8 @@ class ParseEngine:
             )
         cuts = None
         if cut_policy is not None:
-            cuts = Segmenter(target.tokenizer, cut_policy, self.backend.segmenter.tokens_per_cut).cuts(draft)
+            policy = CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy
+            cuts = Segmenter(target.tokenizer, policy, self.backend.segmenter.tokens_per_cut).cuts(draft)
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
         answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))

@@ -107,7 +107,7 @@ async def speculate(pair: ModelPair[V], request: Request) -> AsyncGenerator[Even
         if verdict.unusual and request.fallback is None:
             request.fall_back("unusual_draft")
             answer.forget_validity()  # of a first block that was too short to tell
-            log.info("out of the judge's training distribution: the rest of the answer is the target's own")
+            log.info("out of the judge's training distribution: from here on only the target's first choices are kept")
 
         # select: the maximal valid prefix, then the tokens that equal the target's greedy choice
         with request.timed("verify_s"):

@@ -46,6 +46,7 @@ class FlooredScorer:
         self._scorer, self._floor = scorer, floor
         self.k, self.by_token, self.first_tokens = max(scorer.k, floor.k), scorer.by_token, scorer.first_tokens
         self.looks_ahead = floor.looks_ahead or looks_ahead(scorer)
+        self.layers = getattr(scorer, "layers", ())
 
     def trailing(self, reading: Reading, carried: Carried, device: torch.device) -> Trailing | None:
         return self._scorer.trailing(reading, carried, device)

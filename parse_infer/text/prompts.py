@@ -101,7 +101,7 @@ def changed_option(prompt: object, template_options: Mapping[str, Any]) -> str |
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """Return the prompts as a list, and whether they were a list (not one text or one list of messages)."""
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str) and not _are_messages(prompts):
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes) and not _are_messages(prompts):
         return cast("list[Prompt]", list(prompts)), True
     return [cast("Prompt", prompts)], False
 
@@ -111,6 +111,8 @@ def with_drafts(prompts: Sequence[Prompt], is_list: bool, draft_text: str | Sequ
     drafts: Any = [None] * len(prompts) if draft_text is None else draft_text if is_list else [draft_text]
     if isinstance(drafts, str) or len(drafts) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
+    if wrong := [draft for draft in drafts if isinstance(draft, int | float | bytes | list | tuple | dict)]:
+        raise PromptError(f"A draft text is a text, not {str(wrong[0])[:80]!r}.")
     return list(drafts)
 
 
@@ -227,7 +229,7 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
 def _check(prompt: object) -> None:
     if isinstance(prompt, str):
         contents = [prompt]
-    elif isinstance(prompt, Sequence):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         for message in prompt:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise PromptError(f"{message!r} is not a chat message: it needs the keys 'role' and 'content'.")

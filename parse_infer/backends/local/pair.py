@@ -56,8 +56,9 @@ class LocalModelPair:
         if plan.block is None:
             return self._source.propose(answer.ids, limit).ids
         self.drafted = 0
-        # Of an unusual draft only the target's own tokens are kept.
-        pauses = plan.pauses or (plan.ends_early and self._request.fallback is not None)
+        # Of an unusual draft only the target's first choices are kept. So its greedy text does not depend on pauses.
+        greedy = self._request.settings.resume_sampling.greedy
+        pauses = plan.pauses or (plan.ends_early and greedy and self._request.fallback is not None)
         self._paused = pauses and self._length.pause > 0
         if self._paused:
             self._block = Block([])

@@ -29,6 +29,19 @@ def test_a_list_of_prompts_keeps_its_order(engine):
     assert engine.generate([], settings) == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "draft_text", "message"),
+    [
+        ("One.", ["It is 1."], r"A draft text is a text, not \"\['It is 1.'\]\""),
+        (["One.", "Two."], ["It is 1.", 2], "A draft text is a text, not '2'"),
+        (b"One.", None, "A prompt is a text or a list of chat messages, not b'One.'"),
+    ],
+)
+def test_what_is_no_text_is_named(engine, prompt, draft_text, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompt, draft_text=draft_text)
+
+
 def test_draft_texts_belong_to_prompts_one_by_one(engine):
     results = engine.generate(["One.", "Two."], draft_text=["It is 1.", "It is 2."], threshold=0.0)
     assert [r.text for r in results] == ["It is 1.", "It is 2."]

@@ -37,6 +37,9 @@ def test_score_judges_a_response_as_a_draft_is_judged(engine):
     lines = engine.score(PROMPT, response, cut_policy=CutPolicy("step"))
     assert [s.text for s in lines.segments] == ["There are 2 x 3 = 6.\n", "So é 6."]
     assert lines.validity == pytest.approx(score.validity, abs=1e-5)
+    assert engine.score(PROMPT, response, cut_policy="step") == lines
+    with pytest.raises(ValueError, match="steps"):
+        engine.score(PROMPT, response, cut_policy="steps")
 
 
 def test_a_judge_of_tokens_scores_the_end_of_a_finished_response(engine, random_adapter):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from parse_infer.engine import ParseEngine
@@ -13,12 +15,16 @@ EVERY = CutPolicy("tokens", every=1)
 TEXT = "Tom has 5 apples."
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"stream": True}, {"stream": True, "layers": (1,), "second": False}],
+    ids=["head", "stream", "layers"],
+)
 @pytest.mark.parametrize("rule", ["min_p:ratio=0.6", "typical_acceptance", "fly:window=1"])
-def test_a_floor_takes_nothing_from_what_it_lets_pass(make_engine, random_adapter, stream: bool, rule: str):
-    """The judge reads fewer first choices than some rules, and may read a second stream."""
+def test_a_floor_takes_nothing_from_what_it_lets_pass(make_engine, random_adapter, parts: dict[str, Any], rule: str):
+    """The judge reads fewer first choices than some rules, and may read hidden states or a second stream."""
     given, floor = make_engine(noise=0.3), find_rule(rule)
-    adapter = random_adapter(given.target.model, stream=stream)
+    adapter = random_adapter(given.target.model, **parts)
     judges = (adapter, floor.load(given.target.tokenizer), FlooredJudge(adapter, floor))
     engines = [ParseEngine.from_models(given.target, given.draft, judge) for judge in judges]
     text = engines[0].generate(TEXT, max_new_tokens=24, threshold=0.0, block_tokens="whole").text
