@@ -116,8 +116,8 @@ class JointComparison:
         found = run_missing(
             texts, by_id, lambda pending: self._texts(engine, decoder, task, judges, pending), "answers"
         )
-        loop = {"blocks": own.blocks, "acceptance": own.acceptance, "machine": engine.describe_machine()}
-        times = RecordStore(self.folder / "times", config | loop, Times, "comparison")
+        timing = {"blocks": own.blocks, "acceptance": own.acceptance, "machine": engine.describe_machine()}
+        times = RecordStore(self.folder / "times", config | timing, Times, "comparison")
         timed = {problem.id: problem for problem in problems[: own.timed]}
         run_missing(times, timed, lambda pending: self._times(engine, judges, texts.records, pending), "times")
         calibration = Calibration(

@@ -46,7 +46,7 @@ class ReadDraft:
 
 
 def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
-    """Read the drafts of all files of a build that have not been read. An interrupted call goes on where it stopped.
+    """Read the drafts of all files of a build that have not been read. An interrupted call resumes where it stopped.
 
     Args:
         folder: of the build.
@@ -84,7 +84,7 @@ def add_logprobs(folder: Path, writer: Callable[[], Writer], k: int) -> None:
 
 
 def _read(file: Path, target: Writer, k: int) -> Iterator[LabelledDraft]:
-    """Read the drafts of a file, and yield its rows. Parts of it are kept until all have been read."""
+    """Read the drafts of a file in parts, which are kept until the last one, and yield its rows."""
     rows, parts, tables = list(read_rows(file)) if file.stat().st_size else [], parts_of(file), [_SCHEMA.empty_table()]
     for start in range(0, len(rows), target.drafts_at_once):
         some, part = rows[start : start + target.drafts_at_once], parts / f"{start:06d}.parquet"

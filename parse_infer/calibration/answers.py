@@ -106,10 +106,10 @@ def batched(
 def targets_alone(
     engine: ParseEngine, decoder: JointDecoder, rows: Sequence[JointRow]
 ) -> Iterator[JointAnswer | None]:
-    """The target's own answer to each row, in batches without others; None in float32, where it does not depend on its
-    batch, and so is that of a point that accepts nothing.
+    """Decode the target's own answer to each row, in batches of their own.
 
-    In other dtypes rounding depends on the batch, and one batch for both would hide what that costs.
+    In float32 yield None: there an answer does not depend on its batch, so a point that accepts nothing has the same.
+    In other dtypes rounding does, and a common batch would hide the answers that rounding loses.
     """
     if engine.deterministic:
         return iter([None] * len(rows))

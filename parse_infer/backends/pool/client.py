@@ -36,7 +36,7 @@ class TransientServerError(Exception):
         status: HTTP status of the failure; 0: no answer, or an unusable one.
         timed_out: the server sent nothing for too long.
         retry_after_s: how long the server asks for no requests; None: it does not say.
-        unread: the server has not begun with the request: it could not be reached, or has no time.
+        unread: the server did not start the request: it was unreachable or overloaded.
     """
 
     def __init__(

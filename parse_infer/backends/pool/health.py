@@ -101,7 +101,7 @@ class HealthChecks:
         self._watching[server] = asyncio.get_running_loop().create_task(self._watch(server), context=Context())
 
     def remove(self, server: Replica) -> None:
-        """Check a server no longer than requests wait for it: its machine may vanish before it has answered them."""
+        """Stop checking a server once no request waits for it: its machine may vanish before it has answered."""
         if server in self._watching:
             self._leaving.add(server)
 

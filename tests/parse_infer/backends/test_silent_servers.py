@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -64,26 +64,38 @@ class Server:
         writer.close()
 
 
+LIMIT_S = 3.0  # a busy machine answers within it
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.3)
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(health, "CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(health, "RETRY_EVERY_S", 0.05)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not come about within 30 s")
 
 
 def pool_of(*servers: Server) -> ReplicaPool:
     return ReplicaPool("target", [server.url for server in servers], Client(), choose=lambda some: some[0])
 
 
+@pytest.mark.slow
 def test_a_silent_server_is_left_out_at_the_start():
     async def start() -> None:
-        async with Server(silent=True).running() as silent, Server().running() as good, asyncio.timeout(30):
+        async with Server(silent=True).running() as silent, Server().running() as good, asyncio.timeout(60):
             pool = pool_of(silent, good)
             await pool.handshake()
             assert [(server.url, server.healthy) for server in pool.members] == [(silent.url, False), (good.url, True)]
             await pool.aclose()
             with pytest.raises(
-                Unavailable, match=rf"the target server {silent.url} does not answer within 0.3 s: start"
+                Unavailable, match=rf"the target server {silent.url} does not answer within 3 s: start"
             ):
                 await pool_of(silent).handshake()
 
@@ -91,15 +103,15 @@ def test_a_silent_server_is_left_out_at_the_start():
 
 
 @pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.slow
 def test_a_request_leaves_a_vanished_server_though_nothing_lists_it(listed):
     async def ask() -> None:
-        async with Server(works_on=True).running() as bad, Server().running() as good, asyncio.timeout(30):
+        async with Server(works_on=True).running() as bad, Server().running() as good, asyncio.timeout(60):
             pool = pool_of(bad, good)
             await pool.handshake()
             with pool.acquire() as lease:
                 waits = asyncio.ensure_future(pool.ask({"prompt": [1]}, lease))
-                await asyncio.sleep(0.2)
-                assert lease.server.requests == 1
+                await until(lambda: lease.server.requests == 1)
                 assert lease.server.url == bad.url
                 if not listed:
                     pool._set_members([good.url])
@@ -108,8 +120,7 @@ def test_a_request_leaves_a_vanished_server_though_nothing_lists_it(listed):
                 bad.silent = True
                 await waits
             assert good.done == ["POST /v1/completions"]
-            await asyncio.sleep(0.5)
-            assert len(pool._health._watching) == (2 if listed else 1), "nobody asks a server that has gone"
+            await until(lambda: len(pool._health._watching) == (2 if listed else 1))  # nobody asks one that has gone
             await pool.aclose()
 
     asyncio.run(ask())
@@ -127,7 +138,7 @@ def test_a_request_leaves_a_vanished_server_though_nothing_lists_it(listed):
 )
 def test_what_a_server_may_have_carried_out_is_not_repeated(method, path, fields, times):
     async def ask() -> None:
-        async with Server(loses=True).running() as one, Server(loses=True).running() as other, asyncio.timeout(30):
+        async with Server(loses=True).running() as one, Server(loses=True).running() as other, asyncio.timeout(60):
             pool = pool_of(one, other)
             await pool.handshake()
             request = PassedRequest(method, path, b"{}", {}, fields)
@@ -142,7 +153,7 @@ def test_what_a_server_may_have_carried_out_is_not_repeated(method, path, fields
 
 def test_a_server_that_cannot_be_reached_has_carried_out_nothing():
     async def ask() -> None:
-        async with Server().running() as gone, Server().running() as good, asyncio.timeout(30):
+        async with Server().running() as gone, Server().running() as good, asyncio.timeout(60):
             pool = pool_of(gone, good)
             await pool.handshake()
             pool._health.close()
