@@ -25,7 +25,7 @@ from parse_infer.judge.registry import find_rule
 from parse_infer.models.train_problems import write_train_problems
 from tests.parse_infer.conftest import make_engine
 from tools import comparison
-from tools.comparison_results import draw, markdown, markdown_of_points, summarise
+from tools.comparison_results import _loss_intervals, draw, markdown, markdown_of_points, summarise
 
 __all__ = ["make_engine"]  # a fixture of the engine's tests
 
@@ -312,6 +312,12 @@ def test_answers_won_make_up_for_answers_lost(tmp_path: Path):
     assert "decoded jointly" not in markdown(results)
     draw(results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("loss", "low"), [("lost", 0.0), ("disagreement", 0.0), ("accuracy", -0.012643)])
+def test_a_share_of_lost_answers_is_not_below_zero(loss: str, low: float):
+    (interval,) = _loss_intervals(np.zeros((300, 1)), loss)
+    assert interval == [pytest.approx(low, abs=1e-6), pytest.approx(0.012643, abs=1e-6)]
 
 
 def test_the_tables_name_the_targets_accuracy_and_tokens_per_forward():

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from data_tools.tasks.checkers import same_answer
-from parse_infer.calibration.joint_decoder import JointDecoder, JointRow
+from parse_infer.calibration.answers import batched, decoded_text
+from parse_infer.calibration.joint_decoder import JointAnswer, JointDecoder, JointRow
 from parse_infer.calibration.joint_tokens import DraftTokens
 from parse_infer.calibration.measure import calibrate
 from parse_infer.calibration.settings import CalibrationSettings
@@ -301,6 +302,27 @@ def test_a_calibration_in_batches_counts_the_same_losses(
     assert len(records[6]) == len(problems) and len(records[6]["p0"]["losses"][0]) == 4
     if sampling.greedy:
         assert any(row["losses"][0][-1] for row in records[1].values()), "some answers must differ"
+
+
+def test_outside_float32_the_targets_answers_come_from_batches_of_their_own(pair: ParseEngine, monkeypatch):
+    rule = find_rule("min_p").load(pair.target.tokenizer)
+    engine = ParseEngine.from_models(pair.target, pair.draft, rule)
+    settings = CalibrationSettings(risks=(0.9,), blocks=(5,), max_new_tokens=N, thresholds=(0.5,), batch_size=4)
+    problems = [Problem(f"p{i}", f"Tom has {i} apples.") for i in range(3)]
+    (_, first), *_ = found = list(batched(engine, problems, settings))
+    assert all(list(each.alone) == list(each.judged[0][0]) for _, each in found)
+    decode = JointDecoder.answers
+
+    def rounded(decoder: JointDecoder, rows: Any) -> Any:
+        """Rounding gives the target's own batches another token."""
+        apart = [JointAnswer([7, 8])] if len(rows[0].points) == 1 else None
+        return (apart or each for each in decode(decoder, rows))
+
+    monkeypatch.setattr(JointDecoder, "answers", rounded)
+    monkeypatch.setattr(ParseEngine, "deterministic", property(lambda engine: False))
+    (_, other), *_ = batched(engine, problems, settings)
+    assert list(other.judged[0]) == list(first.judged[0])
+    assert list(other.alone) == [decoded_text(pair.target, [7, 8])]
 
 
 def test_judges_and_pairs_that_have_no_joint_answers_are_refused(

@@ -9,7 +9,7 @@ from parse_infer.decoding.block_length import BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.judge.token_logprobs import TokenLogprobs
 from parse_infer.judge.usual_drafts import SIZES, UsualDrafts
-from parse_infer.request.events import Accepted, Verified
+from parse_infer.request.events import Accepted, Drafted, Verified
 from parse_infer.settings.sampling import Sampling
 from tests.parse_infer.language_models import cycling, language_model, word_tokenizer
 
@@ -77,6 +77,28 @@ def test_of_an_unusual_draft_only_the_targets_own_tokens_are_kept(
     assert found.token_ids == engine.generate_target(PROMPT, max_new_tokens=N).token_ids
     assert found.fallback == "unusual_draft"
     assert found.stats.accepted_tokens, "tokens equal to the target's are still worth drafting"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measured_times_decide_about_no_sampled_text(make_engine, random_adapter, monkeypatch, temperature):
+    """A pause leaves a greedy text as it is: only the target's first choices are kept. A sampled one would change."""
+    engine = make_engine()
+    judge = random_adapter(engine.target.model)
+    judge.config.logprobs["usual"] = NOTHING
+    monkeypatch.setattr(BlockLength, "next_pause", lambda length: 4)
+    engine = ParseEngine.from_models(engine.target, engine.draft, judge)
+    *events, done = engine.stream(
+        PROMPT,
+        max_new_tokens=N,
+        block_tokens="auto",
+        adaptive=False,
+        temperature=temperature,
+        seed=1,
+        draft_temperature=0,
+    )
+    assert done.generation.fallback == "unusual_draft"
+    paused = [event for event in events if isinstance(event, Drafted) and not event.n_tokens]
+    assert bool(paused) is (temperature == 0)
 
 
 @pytest.mark.parametrize("block_tokens", ["auto", 3, 20, "whole"])

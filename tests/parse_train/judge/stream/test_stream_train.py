@@ -11,6 +11,7 @@ import torch
 
 from data_tools.labels.backends import LocalWriter
 from data_tools.labels.logprobs import add_logprobs, read_drafts
+from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.judge.adapter import ValidityAdapter, describe_target
 from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead, LogprobHeadConfig
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
@@ -22,6 +23,7 @@ from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_train.__main__ import main
 from parse_train.judge.logprob.data import LogprobExample
 from parse_train.judge.logprob.model import LogprobModel
+from parse_train.judge.stream import train
 from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
@@ -73,8 +75,15 @@ def batch(model, build, n: int = 8) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("hidden_layers", "lora_rank"), [(0, 4), (2, 0), (2, 4)])
 @pytest.mark.slow
 def test_the_recipe_trains_a_judge_that_scores_as_in_training(
-    build, tokenizer, tmp_path, capsys, hidden_layers, lora_rank
+    build, tokenizer, tmp_path, capsys, monkeypatch, hidden_layers, lora_rank
 ):
+    of_floor: list[str] = []
+
+    def floor_of(trunk, drafts, *others):
+        of_floor.extend(prompt_hash(draft.prompt) for draft in drafts)
+        return choose_floor(trunk, drafts, *others)
+
+    monkeypatch.setattr(train, "choose_floor", floor_of)
     reads = ["--hidden_layers", str(hidden_layers), "--lora_rank", str(lora_rank)]
     options = [*OPTIONS, *reads, "--max_steps", "6", "--learning_rate", "1e-2"]
     assert main([recipe(build, tmp_path / "out"), *options]) == 0, capsys.readouterr().err
@@ -84,6 +93,7 @@ def test_the_recipe_trains_a_judge_that_scores_as_in_training(
     for name, weight in first.head.state_dict().items():  # the trunk is the first judge
         assert torch.equal(weight, judge.head.trunk.state_dict()[name]), name
     assert judge.config.stream["start_from"] == str(build / "first" / "adapter")
+    assert of_floor and judge.train_problems >= set(of_floor), "held-out drafts have no part in the floor"
     assert judge.train_problems >= first.train_problems and judge.config.threshold is not None
     learnt = [tensor for name, tensor in judge.tensors.items() if "lora_B" in name]
     assert any(tensor.abs().max() > 0 for tensor in learnt) == (lora_rank > 0)
