@@ -55,7 +55,7 @@ Neither the task nor the draft model is needed, so labelled drafts can be read a
 \b
 Examples:
   parse-data read data/validity
-  tar -xf labels/qwen-coder-code.tar.xz -C data && parse-data read data/qwen-coder-code
+  tar -xf zoo/labels/qwen-coder-code.tar.xz -C data && parse-data read data/qwen-coder-code
   parse-data read data/validity --dtype bfloat16 --device cuda"""
 
 _INSPECT_HELP = """Print class balance, positions of first errors, and coloured examples.

@@ -22,6 +22,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from parse_infer import __version__, tracking
 from parse_infer.errors import ParseError
 from parse_infer.files import replacing_folder
+from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import load_language_model, same_tokenizer
 from parse_infer.models.names import hub_id
 from parse_infer.models.train_problems import train_problems_of, write_train_problems
@@ -72,7 +73,7 @@ def main(config: DraftModelTrainingConfig) -> None:
     draft = load_language_model(
         config.draft, role="draft", device=config.device, dtype=config.draft_dtype, trainable=True
     )
-    modules = config.lora_target_modules
+    weights, modules = fingerprint(draft.model), config.lora_target_modules
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_rank,
@@ -93,7 +94,7 @@ def main(config: DraftModelTrainingConfig) -> None:
         )
     answers, train, evaluation = own_answers(target, config)
     del target  # the training needs its answers alone
-    start = checkpoints.prepare(config, len(train))
+    start = checkpoints.prepare(config, len(train), checkpoints.data_digest([weights, *train]))
     models = config.model, config.draft
     training_run.start(config, models, resumed=start.checkpoint is not None)
     folder = Path(str(config.output_dir))

@@ -39,6 +39,9 @@ class TrainingConfig(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.use_cpu:  # peft imports an installed DeepSpeed, which would detect the device with a warning
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, key) < 1:
+                raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 1")
         if self.save_only_model:
             raise ParseError("save_only_model is not supported: resuming needs the optimiser's state")
         self.wants_bf16 = self.bf16  # on a GPU, which a plan is about

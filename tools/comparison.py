@@ -60,6 +60,8 @@ _PROBLEMS: dict[str, Any] = {
     "limit": 500,
 }
 _OWN = ("label",)  # keys for the results alone
+_LISTS = ("risks", "thresholds", "blocks")  # one value may stand alone
+_NUMBERS = ("limit", "seed", "timed", "samples", "batch_size", "max_new_tokens")
 _SHOWN = (*_OWN, "batch_size")  # keys that change no result
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -86,22 +88,23 @@ class Run:
     def of(cls, name: str, options: Mapping[str, Any], folder: Path) -> Run:
         """Read merged options. Raise ValueError for an unknown key, or a value out of range."""
         parts = [{f.name for f in fields(kind)} for kind in (ModelOptions, CalibrationSettings)]
-        known = [*parts[0], *parts[1], *_PROBLEMS, *_OWN]
-        for key in options:
-            if key not in known:
-                raise ParseError(f"{key!r} is no option of the comparison {name}; {suggestion(key, known)}")
+        _check_keys(options, [*parts[0], *parts[1], *_PROBLEMS, *_OWN], f"the comparison {name}")
         models, settings = ({key: options[key] for key in options if key in part} for part in parts)
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-        if isinstance(values.get("sampling"), dict):
-            values["sampling"] = Sampling(**values["sampling"])
-        return cls(
-            name,
-            dict(options),
-            ModelOptions(**models),
-            CalibrationSettings(**values),
-            {key: options.get(key, default) for key, default in _PROBLEMS.items()},
-            folder,
-        )
+        values: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else (v,) if key in _LISTS else v for key, v in settings.items()
+        }
+        try:
+            if isinstance(sampling := values.get("sampling"), dict):
+                _check_keys(sampling, [f.name for f in fields(Sampling)], "sampling")
+                values["sampling"] = Sampling(**sampling)
+            own = ModelOptions(**models), CalibrationSettings(**values)
+        except TypeError as error:
+            raise ParseError(f"the comparison {name} has an option of another type: {error}") from None
+        problems = {key: options.get(key, default) for key, default in _PROBLEMS.items()}
+        for key, number in {**values, **problems}.items():
+            if key in _NUMBERS and type(number) is not int:
+                raise ParseError(f"{key} of the comparison {name} is {number!r}; it must be a whole number")
+        return cls(name, dict(options), *own, problems, folder)
 
     @property
     def joint(self) -> bool:
@@ -263,6 +266,12 @@ def _known(path: Path) -> tuple[dict[str, Any], str | None]:
     if not isinstance(content, dict) or "rules" not in content:
         raise ParseError(f"{path} holds no results: {hint}")
     return dict(content["rules"]), content.get("environment", {}).get("date")
+
+
+def _check_keys(options: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in options:
+        if key not in known:
+            raise ParseError(f"{key!r} is no option of {where}; {suggestion(key, known)}")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,19 +15,17 @@ from parse_infer.calibration.outcome import Outcome
 from parse_infer.calibration.schema import LOSSES, Calibration
 from parse_infer.evaluation.figure import plot
 from parse_infer.evaluation.statistics import (
-    Interval,
     difference_interval,
-    mean_interval,
     ratio_intervals,
-    wilson_interval,
+    share_interval,
 )
 from parse_infer.settings.acceptance import describe_threshold
 
-_HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here, %", "over lossless", "over the target alone")
+_HEADER = ("rule", "promise, %", "threshold", "block tokens", "lost here", "over lossless", "over the target alone")
 _POINTS = (
     "rule",
     "threshold",
-    "lost here, %",
+    "lost here",
     "tokens",
     "the target's own, %",
     "tokens per forward",
@@ -76,7 +74,7 @@ def summarise(outcomes: Sequence[Outcome], calibration: Calibration) -> dict[str
         "problems": len(outcomes),
         "timed": len(timed),
         "target_right": float(np.mean(shares)) if decided else None,
-        "target_right_ci": list(_share_interval(shares)) if decided else None,
+        "target_right_ci": list(share_interval(shares, calibration.samples)) if decided else None,
         "loss": calibration.loss,
         "confidence": calibration.confidence,
         "models": calibration.models,
@@ -94,24 +92,16 @@ def _loss_intervals(losses: NDArray[np.float64], loss: str) -> list[list[float]]
     for lost, interval in zip(losses.T, drawn, strict=True):
         if np.isin(lost, (-1.0, 0.0, 1.0)).all():
             won = (-lost).clip(min=0)
-            whole = (
-                difference_interval(lost.clip(min=0), won) if loss == "accuracy" else _share_interval(lost.tolist())
-            )
-            interval = list(whole)
+            whole = difference_interval(lost.clip(min=0), won) if loss == "accuracy" else share_interval(lost)
+            interval = list(whole or interval)
         intervals.append(interval)
     return intervals
-
-
-def _share_interval(shares: Sequence[float]) -> Interval:
-    """Interval of the mean of shares of right samples, one of each problem."""
-    whole = np.isin(shares, (0.0, 1.0)).all()
-    return wilson_interval(round(sum(shares)), len(shares)) if whole else mean_interval(shares)
 
 
 def markdown(results: dict[str, Any]) -> str:
     """The table of the promises, and what its columns mean."""
     paced = any("pace" in point for rule in results["rules"].values() for point in rule["points"])
-    header = (*_HEADER[:-2], *(["tokens per forward"] if paced else []), *_HEADER[-2:])
+    header = _in_units((*_HEADER[:-2], *(["tokens per forward"] if paced else []), *_HEADER[-2:]), results)
     rows = [header, tuple(["---"] * len(header))]
     for name, rule in results["rules"].items():
         for risk, place in rule["promises"].items():
@@ -126,7 +116,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def markdown_of_points(results: dict[str, Any]) -> str:
     """The table of all operating points, for rules with few of them."""
-    rows = [_POINTS, tuple(["---"] * len(_POINTS))]
+    rows = [_in_units(_POINTS, results), tuple(["---"] * len(_POINTS))]
     for name, rule in results["rules"].items():
         for point in rule["points"]:
             threshold, _, lost, *times = _cells(point)
@@ -136,6 +126,15 @@ def markdown_of_points(results: dict[str, Any]) -> str:
             rows.append((label(name, rule), threshold, lost, *sizes, _pace(point), *times))
     meant = "Tokens are those of an answer. The target's own are those that it wrote in place of a draft token."
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *_notes(results), meant, ""])
+
+
+def _in_units(header: Sequence[str], results: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name}, {_unit(results)}" if name == "lost here" else name for name in header)
+
+
+def _unit(results: dict[str, Any]) -> str:
+    """Of a loss: points of accuracy, where wins count too, else percent of the requests."""
+    return "points" if {rule["loss"] for rule in results["rules"].values()} == {"accuracy"} else "%"
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
@@ -240,5 +239,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.axhline(1, color="#777777", linewidth=1, linestyle=":")
         axes.axvline(0, color="#777777", linewidth=1, linestyle=":")
         axes.set_xlim(right=min(axes.get_xlim()[1], 200 * max(risks)))
-        axes.set_xlabel("lost, % of problems (bars: 95 % intervals of the promised points)")
-        axes.set_ylabel("speed over lossless speculation")
+        lost = "accuracy lost, points" if _unit(results) == "points" else "lost, % of problems"
+        sampled = all(rule["options"].get("sampling") for rule in results["rules"].values())
+        axes.set_xlabel(f"{lost} (bars: 95 % intervals of the promised points)")
+        axes.set_ylabel(f"speed over lossless {'sampling' if sampled else 'speculation'}")

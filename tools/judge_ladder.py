@@ -54,7 +54,7 @@ from parse_train.judge.metrics import Floats
 from tools.ladder_figures import FIGURES, HeldOut, Judged, compare_rungs, few_errors
 
 COMMAND = "python -m tools.judge_ladder"
-FEWEST = 20  # wrong drafts, of which 5 % are one
+FEWEST = 20  # problems with a wrong draft, of which 5 % are one, and with a right one
 _TIMED = 30  # drafts
 _WORST = 1e9  # doubt about a token that a rule keeps at no threshold
 _ANY = Carried(usual=True)  # drafts at higher temperatures are outside the range of those at the lowest
@@ -70,7 +70,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="JSON file of the result.")] = Path("runs/ladder.json"),
     dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Device of the target; default: the GPU, if any.")] = None,
-    resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = 1000,
+    resamples: Annotated[int, typer.Option(min=1, help="Resamples of the bootstrap.")] = 1000,
     unseen_only: Annotated[
         bool,
         typer.Option(
@@ -137,19 +137,24 @@ def read_rungs(options: Sequence[str]) -> dict[str, list[str]]:
         name, _, folders = option.partition("=")
         if not (name and folders):
             raise ParseError(f"--rung {option!r} is not NAME=ADAPTER,ADAPTER")
+        if name in rungs:
+            raise ParseError(f"--rung names {name} twice: give its adapters in one, {name}=ADAPTER,ADAPTER")
         rungs[name] = folders.split(",")
     return rungs
 
 
 def check_drafts(rows: Sequence[LabelledDraft], data: str) -> int:
-    """Return the number of wrong drafts; raise ValueError if they, or the right ones, are fewer than `FEWEST`."""
-    wrong = sum(not all(row.labels) for row in rows)
-    if min(wrong, len(rows) - wrong) < FEWEST:
+    """Return the number of wrong drafts; raise ValueError if fewer than `FEWEST` problems have one, or a right one."""
+    right = [all(row.labels) for row in rows]
+    n_right, n_wrong = (
+        len({row.problem for row, each in zip(rows, right, strict=True) if each is kind}) for kind in (True, False)
+    )
+    if min(n_right, n_wrong) < FEWEST:
         raise ParseError(
-            f"{data} has {wrong} wrong and {len(rows) - wrong} right drafts, but a comparison needs at least {FEWEST} "
-            "of each: build more problems"
+            f"{data} has wrong drafts of {n_wrong} problems and right ones of {n_right}, but a comparison needs at "
+            f"least {FEWEST} of each: build more problems"
         )
-    return wrong
+    return len(rows) - sum(right)
 
 
 def learnt(adapter: str, rows: Sequence[LabelledDraft]) -> set[str]:

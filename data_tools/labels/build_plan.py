@@ -75,7 +75,7 @@ def share(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
     """
     ones, total = [1.0] * len(parts), sum(wholes)
     value = sum(parts) / total
-    low, high = rate_ratio_interval(parts, wholes, ones, ones)
+    low, high = rate_ratio_interval(parts, wholes, ones, ones) or (0.0, 1.0)
     if value == 0:
         high = min(1.0, 3 / total)
     if value == 1:

@@ -94,15 +94,17 @@ def check_row(row: object, where: str) -> LabelledDraft:
     prompt, completions, labels = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str | list) or not prompt:
         raise refuse("prompt must be a text or a list of chat messages")
+    if isinstance(prompt, list) and not _all(prompt, dict):
+        raise refuse(f"a chat message must be an object such as {{'role': …, 'content': …}}, got {prompt!r}")
     if not _all(completions, str):
         raise refuse("completions must be a list of texts, one per segment")
     if not _all(labels, bool) or len(labels) != len(completions):
         raise refuse(f"labels must be {len(completions)} booleans, one per segment, got {labels!r}")
     values = row.get("values") or [None] * len(labels)
-    if len(values) != len(labels) or not all(v is None or (_number(v) and 0 <= v <= 1) for v in values):
+    if not _as_many(values, labels) or not all(v is None or (_number(v) and 0 <= v <= 1) for v in values):
         raise refuse(f"values must be {len(labels)} numbers from 0 to 1, or null, got {values!r}")
     confidence = row.get("confidence") or [1.0] * len(labels)  # older data sets have no confidence
-    if len(confidence) != len(labels) or not all(_number(c) and 0.5 <= c <= 1 for c in confidence):
+    if not _as_many(confidence, labels) or not all(_number(c) and 0.5 <= c <= 1 for c in confidence):
         raise refuse(f"confidence must be {len(labels)} numbers from 0.5 to 1, got {confidence!r}")
     ids, cuts = row.get("draft_ids"), row.get("cuts")
     if ids is None or cuts is None:
@@ -137,6 +139,10 @@ def check_row(row: object, where: str) -> LabelledDraft:
         draft_correct=row.get("draft_correct"),
         domain=None if row.get("domain") is None else str(row["domain"]),
     )
+
+
+def _as_many(values: object, labels: Sequence[object]) -> bool:
+    return isinstance(values, list) and len(values) == len(labels)
 
 
 def _all(values: object, kind: type) -> bool:

@@ -71,7 +71,9 @@ def calibrate(
         engine.backend.check(GenerationSettings(block_tokens=length), ())
     if settings.batch_size > 1:
         joint_decoder(engine, [engine.backend.judge], settings)  # raises
-    digest = hashlib.sha256(json.dumps([[p.id, p.prompt] for p in problems]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        json.dumps([[p.id, p.prompt, getattr(p, "reference", None)] for p in problems]).encode()
+    ).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},
         **({} if settings.sampling.greedy else {"sampling": asdict(settings.sampling), "samples": settings.samples}),
@@ -81,6 +83,7 @@ def calibrate(
             "drafters": engine.describe_drafters(),
             "task": task,
             "n_problems": len(problems),
+            "timed": settings.timed,
             "problems": digest,
             "thresholds": hashlib.sha256(
                 json.dumps([point.threshold for point in settings.orders[0]]).encode()

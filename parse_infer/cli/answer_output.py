@@ -82,6 +82,7 @@ def answer_file(engine: ParseEngine, rows: Sequence[PromptRow], settings: Genera
     prompts = json.dumps([[row.prompt, row.id, row.draft] for row in rows]).encode()
     config = {
         **engine.describe(),
+        "drafters": engine.describe_drafters(),
         "threshold": engine.threshold,
         "prompts": hashlib.sha256(prompts).hexdigest()[:16],
         "settings": asdict(resolve_risk(settings, engine.calibrations)),

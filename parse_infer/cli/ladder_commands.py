@@ -11,7 +11,6 @@ from parse_infer.cli.commands.demo import TASK_OPTIONS
 from parse_infer.cli.model_options import PAIRS
 
 if TYPE_CHECKING:
-    from parse_infer.evaluation.ladder import Step
     from parse_infer.settings.sampling import Sampling
 
 PROMPTS = "prompts.jsonl"
@@ -52,16 +51,12 @@ class Situation:
         return self.references or self.sampling.greedy
 
     @property
-    def usable(self) -> list[Step]:
-        """The steps with a bound that the user can take now."""
-        fits: dict[Step, bool] = {
-            "rule": self.prompts is not None or self.embedded,
-            "judge": self.adapter is not None,
-        }
-        return [step for step, fit in fits.items() if fit and self.bounded]
+    def has_judge(self) -> bool:
+        """Whether there is an adapter to calibrate."""
+        return self.adapter is not None and self.bounded
 
-    def next_commands(self, step: Step) -> list[Commands]:
-        """Return the commands up to the step after this one."""
+    def next_commands(self) -> list[Commands]:
+        """Return the commands of the steps, or of the first and the adapter's."""
         common = ["--target", self.target, "--draft", self.draft, *self.placement, *self.answers]
         common += [*self._problems, *self._sampled]
         measure = [*("bench", *common, "--split", "validation", "--limit", "30")]
@@ -71,18 +66,16 @@ class Situation:
         if not self.bounded:
             return found
         loss = "accuracy" if not self.sampling.greedy else "lost" if self.references else "disagreement"
-        calibrate = ["calibrate", *common, *(["--loss", loss] if loss != "lost" else [])]
+        calibrate = ["calibrate", *common, "--risk", "0.05,0.1", *(["--loss", loss] if loss != "lost" else [])]
         if self.adapter is not None:
             own = [*calibrate, "--adapter", self.adapter, "--out", "runs/judge"]
             return [*found, (f"Calibrate your adapter (step 3), {_then('judge')}:", [own])]
         rule = [*calibrate, "--judge", RULE, "--out", "runs/rule"]
         found.append((f"Calibrate a rule (step 2), {_then('rule')} --judge {RULE}:", [rule]))
-        if step == "rule":
-            folder = "runs/transferred"
-            transfer = ["transfer", "zoo:smollm2-adapter", "--target", self.target, "--out", folder]
-            judge = [*calibrate, "--adapter", folder, "--out", "runs/judge"]
-            found.append((f"Transfer a judge and calibrate it (step 3), {_then('judge')}:", [transfer, judge]))
-        return found
+        folder = "runs/transferred"
+        transfer = ["transfer", "zoo:smollm2-adapter", "--target", self.target, "--out", folder]
+        judge = [*calibrate, "--adapter", folder, "--out", "runs/judge"]
+        return [*found, (f"Transfer a judge and calibrate it (step 3), {_then('judge')}:", [transfer, judge])]
 
     @property
     def _problems(self) -> list[str]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parse_infer.cli.setting_options import option_of
-from parse_infer.errors import ParseError
+from parse_infer.errors import ParseError, SettingsError
+from parse_infer.settings.sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,16 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ParseError(f"{option} is {text!r}; give numbers separated by commas, or none") from None
+
+
+def read_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
+    """Raises ValueError for a value out of range, or a truncation of what is not drawn."""
+    sampling = Sampling(temperature, top_p, top_k)
+    if sampling.greedy and (top_p != 1 or top_k):
+        raise SettingsError(
+            f"{'--top-p' if top_p != 1 else '--top-k'} changes nothing at temperature 0: give --temperature too"
+        )
+    return sampling
 
 
 def print_json(value: dict[str, Any]) -> None:

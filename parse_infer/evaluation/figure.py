@@ -20,7 +20,7 @@ CURVES = {
     "parse-min-p": ("PARSE without training, min-p", "#5aae61"),
     "parse-zero-shot": ("PARSE, zero-shot judge", "#b2611d"),
 }
-_OTHER_RULES = ("#2166ac", "#d6604d", "#8073ac", "#35978f")  # colours of other modes without training, in turn
+_OTHERS = ("#2166ac", "#d6604d", "#8073ac", "#35978f")  # colours of other modes, in turn
 POINTS = {
     "target": ("target alone", "o", "#222222"),
     "draft": ("draft model alone", "s", "#777777"),
@@ -42,7 +42,8 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
     speed = "speedup" if "target" in modes else "tokens_per_s"
     with plot(path, results) as (axes,):
         swept = sweep["points"] if sweep else []
-        for name, (label, colour) in _curves([*modes, *(p["mode"] for p in swept)]).items():
+        curves = _curves([*modes, *(p["mode"] for p in swept)])
+        for name, (label, colour) in curves.items():
             points = [p for p in swept if p["mode"] == name]
             _curve(axes, points, speed, label, colour)
             if name in modes:
@@ -50,16 +51,19 @@ def draw_figure(results: dict[str, Any], path: Path) -> None:
                 threshold = results["environment"].get("chosen_threshold") if chosen else None
                 suffix = "" if threshold is None else f", chosen threshold {threshold:.3g}"
                 _point(axes, modes[name], speed, label + suffix, "*" if chosen else "P", colour, 15 if chosen else 8)
+        colours = itertools.cycle(_OTHERS)
         for name in modes:
             kind, _, sizes = name.partition(":")
             if kind in POINTS:
                 label, marker, colour = POINTS[kind]
                 own = f", {sizes.replace(':', ', ').replace('=', ' ')}" if sizes else ""
                 _point(axes, modes[name], speed, label + own, marker, colour, 7)
-        scored = results["environment"].get("scored", True)
-        axes.set_xlabel(
-            f"{'right answers' if scored else 'same answers as the target'}, % (bars: 95 % interval; {n} problems)"
-        )
+            elif name not in curves:
+                _point(axes, modes[name], speed, name, "X", next(colours), 7)
+        what = "right answers, %" if results["environment"].get("scored", True) else "same answers as the target, %"
+        if any(figures["accuracy"] is None for figures in modes.values()):
+            what = "tokens per target forward"
+        axes.set_xlabel(f"{what} (bars: 95 % interval; {n} problems)")
         axes.set_ylabel("speed-up over the target alone (tokens/s)" if speed == "speedup" else "tokens/s")
         axes.margins(x=0.08)
 
@@ -88,7 +92,7 @@ def _curves(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     others = [name for name in dict.fromkeys(names) if name.startswith("parse-") and name not in CURVES]
     return CURVES | {
         name: (f"PARSE without training, {name.removeprefix('parse-').replace(':', ', ')}", colour)
-        for name, colour in zip(others, itertools.cycle(_OTHER_RULES), strict=False)
+        for name, colour in zip(others, itertools.cycle(_OTHERS), strict=False)
     }
 
 
@@ -96,7 +100,7 @@ def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, col
     """Plot the thresholds as a line; points that nearly coincide share a label."""
     if not points:
         return
-    xs, ys = [100 * p["accuracy"] for p in points], [p[speed] for p in points]
+    xs, ys = [_x(p) for p in points], [p[speed] for p in points]
     axes.plot(xs, ys, "-", color=colour, linewidth=1.2, marker=".", markersize=6, label=f"{label}: thresholds")
     width, height = (max(xs) - min(xs)) or 1.0, max(ys)
     labelled: list[tuple[float, float]] = []
@@ -108,9 +112,16 @@ def _curve(axes: Axes, points: list[dict[str, Any]], speed: str, label: str, col
 
 
 def _point(axes: Axes, figures: dict[str, Any], speed: str, label: str, marker: str, colour: str, size: float) -> None:
-    x, y = 100 * figures["accuracy"], figures[speed]
-    low, high = figures["accuracy_ci"]
-    axes.plot([100 * low, 100 * high], [y, y], "-", color=colour, linewidth=0.8, alpha=0.35)
+    x, y = _x(figures), figures[speed]
+    if figures["accuracy_ci"] is not None:
+        low, high = figures["accuracy_ci"]
+        axes.plot([100 * low, 100 * high], [y, y], "-", color=colour, linewidth=0.8, alpha=0.35)
     if figures["speedup_ci"] is not None and speed == "speedup":
         axes.plot([x, x], list(figures["speedup_ci"]), "-", color=colour, linewidth=0.8, alpha=0.35)
     axes.plot([x], [y], marker, color=colour, markersize=size, markeredgecolor="white", label=label, zorder=3)
+
+
+def _x(figures: dict[str, Any]) -> float:
+    """Right answers in percent; of answers that were not checked, the tokens per target forward."""
+    shown = figures["acceptance_length"] if figures["accuracy"] is None else 100 * figures["accuracy"]
+    return float(shown)

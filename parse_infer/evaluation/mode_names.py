@@ -12,7 +12,7 @@ A name begins with a key of `MODES`. These suffixes may follow:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
@@ -42,6 +42,12 @@ DEFAULT_MODES = ("target", "draft", SPECULATION, "assisted", "sequential", "pars
 SWEPT = ("parse", *RULE_MODES)  # modes that a sweep runs at every threshold
 NEEDS_ADAPTER = ("parse", "sequential")
 DRAFTING = (*SWEPT, "sequential", "assisted")  # modes that accept or reject a draft
+
+
+def lossless_of(modes: Collection[str]) -> str | None:
+    """The first of these modes that is lossless speculation with the draft model, the one of adaptive sizes before
+    others."""
+    return SPECULATION if SPECULATION in modes else next((m for m in modes if m.split(":")[0] == SPECULATION), None)
 
 
 def base_of(name: str) -> str:

@@ -5,7 +5,8 @@
 all of it. Figures of a mode:
 
 - accuracy, accuracy_ci: share of right answers, 95 % Wilson interval. For a task without references (environment:
-  scored is False), the share of answers equal to the target's;
+  scored is False), the share of greedy answers equal to the target's, or without it to those of lossless speculation;
+  None without both, and for samples, which differ by chance;
 - accuracy_diff, accuracy_diff_ci: accuracy minus the target's on the same problems, 95 % interval (Newcombe, paired);
   without the mode "target", minus that of lossless speculation ("target+draft"), whose greedy answers in float32 are
   the target's own;
@@ -39,10 +40,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parse_infer.evaluation.mode_names import SPECULATION as LOSSLESS
+from parse_infer.evaluation.mode_names import lossless_of
 from parse_infer.evaluation.records import AnswerFigures, Record, acceptance_rate, costs
 from parse_infer.evaluation.results_file import to_columns
-from parse_infer.evaluation.statistics import difference_interval, mean_interval, rate_ratio_interval, wilson_interval
+from parse_infer.evaluation.statistics import difference_interval, rate_ratio_interval, share_interval
 
 Figures = dict[str, Any]
 
@@ -59,7 +60,8 @@ def summarise(
         categories: category by problem id, for a separate table.
     """
     if any(record.correct is None for record in records):  # the task has no references
-        environment, records = environment | {"scored": False}, _compared(records)
+        environment = environment | {"scored": False}
+        records = records if environment.get("sampling") else _compared(records)
     samples = int(environment.get("repeats", 1)) if environment.get("sampling") else 1
     table = _by_mode(records, problem_ids, samples)
     seed = int(environment.get("seed", 0))
@@ -91,20 +93,21 @@ def summarise(
             "modes": {name: _figures(part[name], part, seed, samples) for name in order},
         }
     if categories:
-        results["categories"] = _by_category(base, order, categories)
+        results["categories"] = _by_category(base, order, categories, samples)
     results["records"] = to_columns(records, problem_ids)
     return results
 
 
 def _compared(records: Sequence[Record]) -> list[Record]:
     """Without references, answers equal to the target's are right; without its mode, to lossless speculation's."""
-    base = "target" if any(r.mode == "target" for r in records) else LOSSLESS
+    modes = dict.fromkeys(r.mode for r in records)
+    base = "target" if "target" in modes else lossless_of(modes)
     own = {(r.problem_id, r.repeat): r.text for r in records if r.mode == base}
-    return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records]
+    return [replace(r, correct=r.text == own.get((r.problem_id, r.repeat))) for r in records] if own else [*records]
 
 
 def _by_category(
-    base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str]
+    base: dict[str, list[Record]], order: Sequence[str], categories: Mapping[str, str], samples: int
 ) -> dict[str, dict[str, Any]]:
     """Per category: number of problems, and per mode the tokens per target forward and the speed-up."""
     by_category: dict[str, dict[str, Any]] = {}
@@ -112,7 +115,7 @@ def _by_category(
         part = {name: [r for r in base[name] if categories.get(r.problem_id) == category] for name in order}
         figures = {name: costs(rows) for name, rows in part.items()}
         by_category[category] = {
-            "n": len(part[order[0]]),
+            "n": len(part[order[0]]) // samples,
             "modes": {
                 name: {
                     "acceptance_length": sum(r.n_tokens for r in rows) / max(1, sum(r.target_forwards for r in rows)),
@@ -152,14 +155,10 @@ def _by_mode(records: Sequence[Record], problem_ids: Sequence[str], samples: int
 def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, samples: int = 1) -> Figures:
     """All figures of one mode; `base` has the modes outside the sweep on the same problems."""
     n = len(rows)
-    right = [bool(r.correct) for r in rows]
-    shares = _by_problem(right, samples)
+    shares = _by_problem(rows, samples)
     figures: Figures = {
         "n": n // samples,
-        "accuracy": sum(right) / n,
-        "accuracy_ci": wilson_interval(sum(right), n) if samples == 1 else mean_interval(shares, seed=seed),
-        "accuracy_diff": None,
-        "accuracy_diff_ci": None,
+        **dict.fromkeys(("accuracy", "accuracy_ci", "accuracy_diff", "accuracy_diff_ci")),
         **dict.fromkeys(("speedup", "speedup_ci", "time_speedup", "time_speedup_ci", "over_lossless")),
         **dict.fromkeys(("over_lossless_ci", "acceptance_rate", "limit_share")),
         **costs(rows),
@@ -168,20 +167,23 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, s
         "seconds_median": float(np.median([r.seconds for r in rows])),
         "seconds_p90": float(np.percentile([r.seconds for r in rows], 90)),
     }
-    if own := base.get("target", base.get(LOSSLESS)):
-        theirs = [bool(r.correct) for r in own]
+    if shares is not None:
+        figures |= {"accuracy": float(shares.mean()), "accuracy_ci": share_interval(shares, samples)}
+    lossless = lossless_of(base)
+    own = base.get("target") or base.get(lossless or "")
+    if own and shares is not None and (theirs := _by_problem(own, samples)) is not None:
         figures |= {
-            "accuracy_diff": (sum(right) - sum(theirs)) / n,
-            "accuracy_diff_ci": difference_interval(shares, _by_problem(theirs, samples), seed=seed),
+            "accuracy_diff": float(shares.mean() - theirs.mean()),
+            "accuracy_diff_ci": difference_interval(shares, theirs, samples=samples),
         }
     if "target" in base:
         figures |= speedups(rows, base["target"], [r.problem_id for r in rows], seed)
-    if LOSSLESS in base:
-        over = speedups(rows, base[LOSSLESS], [r.problem_id for r in rows], seed)
+    if lossless:
+        over = speedups(rows, base[lossless], [r.problem_id for r in rows], seed)
         figures |= {"over_lossless": over["speedup"], "over_lossless_ci": over["speedup_ci"]}
     if samples > 1:
         texts = [{r.text for r in rows[i : i + samples]} for i in range(0, n, samples)]
-        figures["pass_at_k"] = float((shares > 0).mean())
+        figures["pass_at_k"] = None if shares is None else float((shares > 0).mean())
         figures["distinct"] = sum(map(len, texts)) / n
     if "draft" in base:
         figures["limit_share"] = figures["tokens_per_s"] / _limit_rate(base["draft"])
@@ -194,9 +196,11 @@ def _figures(rows: Sequence[Record], base: dict[str, list[Record]], seed: int, s
     return figures
 
 
-def _by_problem(values: Sequence[float], samples: int) -> NDArray[np.float64]:
-    """Means over the samples of each problem, [n]."""
-    return np.asarray(values, dtype=np.float64).reshape(-1, samples).mean(1)
+def _by_problem(rows: Sequence[Record], samples: int) -> NDArray[np.float64] | None:
+    """Shares of right samples of each problem, [n]; None: not checked."""
+    if any(r.correct is None for r in rows):
+        return None
+    return np.array([bool(r.correct) for r in rows], dtype=np.float64).reshape(-1, samples).mean(1)
 
 
 def speedups(

@@ -9,8 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from parse_infer.evaluation.mode_names import SPECULATION as LOSSLESS
-from parse_infer.evaluation.mode_names import describe_mode
+from parse_infer.evaluation.mode_names import describe_mode, lossless_of
 from parse_infer.settings.acceptance import describe_threshold
 from parse_infer.settings.sampling import Sampling
 
@@ -35,7 +34,8 @@ _LONGEST_NAME = 28  # characters; a longer first cell is folded
 
 def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Cells under `HEADER`, one row per mode; intervals in brackets are 95 % intervals."""
-    own = "target" if "target" in modes else LOSSLESS
+    lossless = lossless_of(modes)
+    own = "target" if "target" in modes else lossless
     return [
         [
             name,
@@ -43,7 +43,7 @@ def rows(modes: dict[str, dict[str, Any]]) -> list[list[str]]:
             "" if name == own else format_points(m["accuracy_diff"], m["accuracy_diff_ci"]),
             format_number(m["tokens_per_s"], 0),
             format_times(m["speedup"], None if name == "target" else m["speedup_ci"]),
-            format_times(m.get("over_lossless"), None if name == LOSSLESS else m.get("over_lossless_ci")),
+            format_times(m.get("over_lossless"), None if name == lossless else m.get("over_lossless_ci")),
             format_number(m["seconds_per_answer"], 3),
             format_number(m.get("first_text_s"), 3),
             format_number(m.get("longest_wait_s"), 3),
@@ -222,8 +222,8 @@ def _notes(results: dict[str, Any]) -> list[str]:
     lines = [
         "To target: difference in percentage points (without that mode: to target+draft, whose greedy answers in "
         "float32 are the target's own). Forwards: of the target, per answer; tokens each: tokens per forward. "
-        "Brackets: 95 % intervals (Wilson for shares, Newcombe for differences of them, a paired bootstrap over "
-        "problems for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target "
+        "Brackets: 95 % intervals over problems (Wilson for shares, Newcombe for differences of them, a paired "
+        "bootstrap for speed-ups). Speed-up: ratio of tokens per second, all tokens over all seconds, over the target "
         "alone; over lossless: over target+draft. Accepted: share of draft tokens that became part of the answer. "
         f"Limit: the draft model alone plus one target forward over prompt and draft.{limit}"
     ]
@@ -245,7 +245,7 @@ def format_percent(value: float | None, interval: Sequence[float] | None = None)
 
 
 def format_points(value: float | None, interval: Sequence[float] | None) -> str:
-    return "" if interval is None else _figure(value, interval, "+.1f", 100)
+    return _figure(value, interval, "+.1f", 100)
 
 
 def format_times(value: float | None, interval: Sequence[float] | None = None) -> str:

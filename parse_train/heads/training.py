@@ -21,6 +21,7 @@ from transformers import EvalPrediction, Trainer, set_seed
 from parse_infer import tracking
 from parse_infer.errors import ParseError
 from parse_infer.models.architecture import embedding_weight
+from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel, load_language_model
 from parse_infer.speculation.eagle_head import EagleHead
 from parse_infer.speculation.medusa import MedusaHead
@@ -82,6 +83,8 @@ class HeadModel(nn.Module, ABC):
         steps: number of speculative tokens.
         step_decay: loss weight of a step, relative to the previous step.
     """
+
+    accepts_loss_kwargs = True  # Trainer: the loss is normalised over all tokens of an optimiser step
 
     def __init__(self, lm: LanguageModel, head: EagleHead | MedusaHead, steps: int, step_decay: float) -> None:
         super().__init__()
@@ -148,11 +151,22 @@ class HeadTrainer(Trainer):
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochLengthSampler.of(self, [len(ids) for ids in rows["input_ids"]])
 
-    def compute_loss(  # type: ignore[override]
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: object
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Compute the mean loss per token. `num_items_in_batch` is the number of labelled tokens of the optimiser
+        step, in which a part with longer answers counts more."""
         output = model(inputs["input_ids"], inputs["labels"])
-        return (output["loss"], {"right": output["right"]}) if return_outputs else output["loss"]
+        loss = output["loss"]
+        if num_items_in_batch is not None:
+            loss = loss * (inputs["labels"] != IGNORED).sum() / num_items_in_batch
+            if self.args.average_tokens_across_devices:
+                loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, {"right": output["right"]}) if return_outputs else loss
 
 
 def head_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -192,7 +206,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     answers, train, evaluation = own_answers(lm, config)
     start_from_output(model.head, lm, commonest_tokens(train, model.head.config.vocab_size, len(model.head.token_ids)))
     model.head.to(lm.model.device)
-    start = checkpoints.prepare(config, len(train))
+    start = checkpoints.prepare(config, len(train), checkpoints.data_digest([fingerprint(lm.model), *train]))
     models = (config.model,)
     training_run.start(config, models, resumed=start.checkpoint is not None)
     training_run.log_artifact(config, models, "dataset", "answers", answers)

@@ -68,7 +68,7 @@ def calibrate_requests(config: JudgeTrainingConfig, build: BuildInfo) -> None:
         calibration = calibrate(
             engine, problems, task.check, same_answer, folder, settings, task=where, comparison=compare
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:  # RuntimeError: out of memory
         print(f"the adapter is not calibrated: {error}")
         return
     add_calibration(adapter / FILE, calibration)

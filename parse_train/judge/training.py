@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -44,16 +44,21 @@ def take_settings(config: JudgeTrainingConfig, build: BuildInfo) -> None:
 
 
 def begin(
-    config: JudgeTrainingConfig, models: Sequence[str | None], train: ValidityDataset, counts: dict[str, int]
+    config: JudgeTrainingConfig,
+    models: Sequence[str | None],
+    train: ValidityDataset,
+    counts: dict[str, int],
+    frozen: Iterable[object] = (),
 ) -> checkpoints.Start:
     """Print the counts, find the checkpoint to resume from, and start the tracking of the run.
 
     Args:
         models: names of target and draft model.
+        frozen: what the training builds on and a checkpoint does not hold: weights and numbers.
     """
     if config.process_index == 0:
         print(", ".join(f"{name} {value}" for name, value in counts.items()))
-    start = checkpoints.prepare(config, len(train), checkpoints.data_digest(train.examples))
+    start = checkpoints.prepare(config, len(train), checkpoints.data_digest([*train.examples, *frozen]))
     training_run.start(config, models, resumed=start.checkpoint is not None)
     for what, data in (("drafts", config.data), ("held-out-drafts", config.eval_data)):
         if data:

@@ -334,12 +334,14 @@ def test_the_tables_name_the_targets_accuracy_and_tokens_per_forward():
     joint = found | {"points": [point | {"tokens": 9, "written": 2} for point in found["points"]]}
     text = markdown({"rules": {"new": found, "old": old, "joint": joint}, "environment": {}})
     assert (
-        "| lost here, % | tokens per forward | over lossless |" in text
+        "| lost here, points | tokens per forward | over lossless |" in text
         and "| 50.0 [50.0, 50.0] | 9.0 | 2.00× [" in text
     )
     assert "by definition: 37.5 % [" in text and "] (new, joint); not recorded (old)." in text
     assert "Answers of joint were decoded jointly." in text
     assert "| 16.0 |" in markdown_of_points({"rules": {"new": found}, "environment": {}})
+    shares = {"rules": {"new": found | {"loss": "lost"}}, "environment": {}}
+    assert "| lost here, % | tokens |" in markdown_of_points(shares)
     undecided = summarise([replace(each, target_right=None) for each in outcomes], calibration())
     assert undecided["target_right"] is None
 

@@ -136,8 +136,8 @@ class CompletionServers:
             back_off_s=_BACK_OFF_S,
         )
 
-    def check(self, prompt: list[int] | str) -> int:
-        """Request the model list and one token after `prompt` from every server that answers.
+    def check(self, prompt: list[int] | str, read: ReadRequest | None = None) -> int:
+        """Request the model list, one token after `prompt` and this read, if any, from every server that answers.
 
         Returns:
             The smallest context window of the servers; 0 if unknown.
@@ -146,7 +146,7 @@ class CompletionServers:
             OSError: no server answers.
             ValueError: a server is unusable; the message is one sentence.
         """
-        self._pool.examine = partial(self._examine, CompletionRequest(0, prompt, max_tokens=1))
+        self._pool.examine = partial(self._examine, CompletionRequest(0, prompt, max_tokens=1), read)
         self._run(self._pool.handshake())
         return self._pool.identity.window
 
@@ -228,8 +228,8 @@ class CompletionServers:
 
         return asyncio.run(closing())
 
-    async def _examine(self, request: CompletionRequest, server: Replica) -> None:
-        """Raise ValueError if the server does not continue the prompt of the request."""
+    async def _examine(self, request: CompletionRequest, read: ReadRequest | None, server: Replica) -> None:
+        """Raise ValueError if the server does not continue the prompt of the request, or cannot answer the read."""
         text = "" if isinstance(request.prompt, str) else "; if the server does not take token ids, set wire to text"
         try:
             request.read(await self._pool.ask_one(server, request.body()), server.url)
@@ -242,3 +242,10 @@ class CompletionServers:
                     "completions cannot continue a partial answer: use vLLM, SGLang or transformers serve"
                 ) from None
             raise ParseError(f"the server at {server.url} refuses to continue a prompt: {error}{text}") from None
+        if read is not None:
+            try:
+                read.read(await self._pool.ask_one(server, read.body()), server.url)
+            except (TransientServerError, RequestRejected) as error:
+                raise ParseError(
+                    f"the server at {server.url} cannot read drafts: {error}; take a vLLM server, or set logprobs to 0"
+                ) from None

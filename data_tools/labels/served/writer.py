@@ -40,7 +40,9 @@ class ServedWriter:
         # While some groups wait for their last rollouts, others fill the servers.
         self.groups_at_once = 2 + 2 * self.servers.at_once // config.problems_per_group
         self.drafts_at_once = 16 * self.servers.at_once
-        window = self.servers.check(self.prompt(model.render("What is 3 + 4?")))
+        ids = model.render("What is 3 + 4?")
+        reads = ReadRequest(ids, ids[-2:], config.logprobs, 0) if config.logprobs and role == "target" else None
+        window = self.servers.check(self.prompt(ids), reads)
         if 0 < window < model.window:
             # A rollout cut short by the window would decide nothing.
             needed = config.max_draft_tokens + (config.max_rollout_tokens if role == "target" else 0)

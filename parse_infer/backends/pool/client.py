@@ -134,6 +134,7 @@ class Client:
                         if confidences is not None:
                             confidences += _probabilities(choice)
                         yield choice["token_ids"]
+                    _check_end(choice, url)
             except (GeneratorExit, asyncio.CancelledError):
                 if abort is not None and not ended:
                     await self._abort(url.removesuffix(COMPLETIONS) + abort.path, abort.body)
@@ -153,6 +154,7 @@ class Client:
         choice = _choice(answer, url)
         if choice is None or choice["token_ids"] is None:
             raise TransientServerError(f"{url} sent a response without tokens")
+        _check_end(choice, url)
         ids: list[int] = choice["token_ids"]
         return ids
 
@@ -310,6 +312,12 @@ def _parsed(content: bytes, url: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TransientServerError(f"{url} sent incomplete JSON ({len(content)} bytes)") from error
+
+
+def _check_end(choice: Mapping[str, Any], url: str) -> None:
+    """Raise TransientServerError if the server ended the answer for a reason of its own, such as its shutdown."""
+    if choice.get("finish_reason") in ("abort", "error"):
+        raise TransientServerError(f"{url} ended an answer with finish_reason {choice['finish_reason']!r}")
 
 
 def _choice(answer: object, url: str) -> dict[str, Any] | None:

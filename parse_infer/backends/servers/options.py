@@ -64,6 +64,12 @@ class ServerOptions(BackendOptions):
             raise SettingsError(
                 f"local_draft and {'draft_url' if self.draft_urls else 'draft_options'} were both given: choose one"
             )
+        for role in ("target", "draft"):
+            if getattr(self, f"{role}_urls") and getattr(self, f"{role}_options"):
+                raise SettingsError(
+                    f"{role}_options are for a server that PARSE starts, but {role}_url names a running one: give its "
+                    "options to that server, or leave one of the two out"
+                )
         if self.max_read_tokens < 1:
             raise SettingsError(f"max_read_tokens is {self.max_read_tokens}; it must be at least 1")
 

@@ -78,7 +78,7 @@ async def find_text_api(servers: ReplicaPool, server: Replica, draft: TokenizerS
             if "return_token_ids" in fields:
                 if response["choices"][0].get("token_ids"):
                     return None
-            elif path == COMPLETIONS and (response.get("usage") or {}).get("prompt_tokens", 0) > _PLAIN_TOKENS:
+            elif path == COMPLETIONS and ((response.get("usage") or {}).get("prompt_tokens") or 0) > _PLAIN_TOKENS:
                 refusals[path] = "puts a prompt into a chat template"  # such as Ollama's
             else:
                 return TextApi(path, bool(read_piece(response)[1]))

@@ -62,7 +62,7 @@ def advise(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Recommend a step for a pair: lossless speculation, a rule with a bound, or a judge with a bound.
+    """Recommend a step for a pair: lossless speculation or, with --adapter, a judge with a bound.
 
     Times the pair's forwards with random weights, as `parse-infer cost` does: no weights are downloaded. Predicts the
     speed of each step where drafts are accepted as they were on the pairs of docs/results. Prints the next commands.
@@ -78,9 +78,8 @@ def advise(
     from parse_infer.evaluation.ladder import STEPS
     from parse_infer.evaluation.ladder import advise as recommend
     from parse_infer.models.names import resolve
-    from parse_infer.settings.sampling import Sampling
 
-    sampling = Sampling(temperature, top_p, top_k)
+    sampling = options.read_sampling(temperature, top_p, top_k)
     if rate is not None and not 0 < rate < float("inf"):
         raise SettingsError(f"--rate {rate:g} is no arrival rate: give a positive number per second")
     if prompts is not None and not prompts.is_file():
@@ -99,7 +98,7 @@ def advise(
         where, known = _measured(pair, prompt_tokens, answer_tokens, rounds, device, dtype)
     else:
         where, known = f"costs of {costs}", _read(costs, pair, prompt_tokens, answer_tokens)
-    advice = recommend(known, own.usable, rate, gpus)
+    advice = recommend(known, own.has_judge, rate, gpus)
 
     console = Console(highlight=False)
     target_s, draft_s = known.target_token_s.at(1), known.draft_token_s.at(1)
@@ -120,7 +119,7 @@ def advise(
         console.print("Sampled answers without references cannot be compared, so steps 2 and 3 would have no bound.")
     if rate is None:
         console.print("The speeds are those of one request at a time. For many clients see --rate.")
-    for heading, commands in own.next_commands(advice.step):
+    for heading, commands in own.next_commands():
         console.print(f"\n{heading}", style="bold", markup=False)
         for words in commands:
             console.print(shlex.join(["parse-infer", *words]), soft_wrap=True, markup=False)

@@ -14,13 +14,13 @@ from rich.console import Console
 from parse_infer import tracking
 from parse_infer.cli import options
 from parse_infer.cli.model_options import NO_DRAFTER, ModelOptions, progress, with_models
-from parse_infer.cli.options import read_numbers
+from parse_infer.cli.options import read_numbers, read_sampling
 from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import with_settings
 from parse_infer.errors import ParseError
 from parse_infer.evaluation.excluded_settings import NOT_MEASURED
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.settings.sampling import GREEDY, Sampling
+from parse_infer.settings.sampling import GREEDY
 from parse_infer.tracking import RunOptions
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def bench(
     """
     if report_to not in tracking.TRACKERS:
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
-    sampling = Sampling(temperature, top_p, top_k)
+    sampling = read_sampling(temperature, top_p, top_k)
     if draft_temperature and (risk is not None or models.served):
         raise ParseError(
             f"--draft-temperature is {draft_temperature}, but promises and benchmarks of servers have greedy drafts: "
@@ -156,7 +156,7 @@ def bench(
         return
     if clients is not None:
         raise ParseError("--clients needs --backend vllm: the local backend answers one request at a time")
-    from parse_infer.evaluation.mode_names import DEFAULT_MODES, base_of, needs
+    from parse_infer.evaluation.mode_names import DEFAULT_MODES, NEEDS_ADAPTER, base_of, needs
     from parse_infer.evaluation.run import THRESHOLDS, BenchSettings, run_bench
     from parse_infer.evaluation.tables import acceptance_note, terminal_tables
 
@@ -174,6 +174,13 @@ def bench(
     needs_draft, needs_judge = needs(benchmark.modes)
     if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, benchmark.modes):
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
+    if (models.threshold is not None or risk is not None) and not set(map(base_of, benchmark.modes)) & {
+        *NEEDS_ADAPTER
+    }:
+        raise ParseError(
+            f"--{'threshold' if risk is None else 'risk'} is for the modes {' and '.join(NEEDS_ADAPTER)}, and --modes "
+            "names neither; the thresholds of rules are those of --thresholds"
+        )
     problems = take_problems(loaded_task, split, seed, limit)
     engine = models.load(needs_draft=needs_draft, needs_judge=needs_judge, promised=risk is not None)
     if modes is None:

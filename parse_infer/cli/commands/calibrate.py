@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import ModelOptions, with_models
-from parse_infer.cli.options import read_numbers
+from parse_infer.cli.options import read_numbers, read_sampling
 from parse_infer.cli.problems import describe_problems, open_task, take_problems
 from parse_infer.cli.setting_options import number_or_choice
 
@@ -109,9 +110,8 @@ def calibrate(
     from parse_infer.calibration.measure import calibrate as measure
     from parse_infer.calibration.measure import check_problems
     from parse_infer.calibration.settings import CalibrationSettings
-    from parse_infer.settings.sampling import Sampling
 
-    sampling = Sampling(temperature, top_p, top_k, seed=None if temperature == 0 else seed)
+    sampling = replace(read_sampling(temperature, top_p, top_k), seed=None if temperature == 0 else seed)
     settings = CalibrationSettings(
         risks=read_numbers(risk, "--risk"),
         confidence=confidence,

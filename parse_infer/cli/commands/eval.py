@@ -10,9 +10,9 @@ from rich.console import Console
 
 from parse_infer.cli import options
 from parse_infer.cli.model_options import LOCAL_ONLY, ModelOptions, with_models
+from parse_infer.cli.options import read_sampling
 from parse_infer.cli.setting_options import number_or_choice, option_of
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.settings.sampling import Sampling
 
 
 @with_models(**LOCAL_ONLY)
@@ -93,7 +93,7 @@ def evaluate(
         sys.maxsize,
         models.threshold,
         block_tokens=number_or_choice(block_tokens),
-        resume_sampling=Sampling(temperature or 0.0, top_p, top_k),
+        resume_sampling=read_sampling(temperature or 0.0, top_p, top_k),
     )
     parse = models.with_promise(parse, risk)
     settings = EvalSettings(

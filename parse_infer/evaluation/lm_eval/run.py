@@ -180,16 +180,22 @@ def _metrics(row: ResultRow, evaluations: Mapping[str, Any], seed: int) -> dict[
             continue
         values = [float(np.mean([each[key] for each in of_mode])) for of_mode in results]
         errors = [of_mode[0].get(f"{metric}_stderr,{name}") if len(of_mode) == 1 else None for of_mode in results]
-        parts = [
-            _means([_of_problems(each["samples"], row.tasks, metric, name) for each in evaluations[mode]])
+        found = {
+            mode: [_of_problems(each["samples"], row.tasks, metric, name) for each in evaluations[mode]]
             for mode in MODES
-        ]
+        }
+        parts = [_means(found[mode]) for mode in MODES]
+        binary = all(np.isin(of, (0, 1)).all() for mode in MODES for of in found[mode])
         is_mean = all(p.size and abs(p.mean() - v) < 1e-9 for p, v in zip(parts, values, strict=True))
         metrics[key] = {
             **dict(zip(MODES, values, strict=True)),
             "stderr": {m: float(e) if isinstance(e, float) else None for m, e in zip(MODES, errors, strict=True)},
             "difference": values[1] - values[0],
-            "difference_ci": difference_interval(parts[1], parts[0], seed=seed) if is_mean else None,
+            "difference_ci": (
+                difference_interval(parts[1], parts[0], samples=len(results[0]) if binary else None, seed=seed)
+                if is_mean
+                else None
+            ),
         }
     return metrics
 

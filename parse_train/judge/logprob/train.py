@@ -89,7 +89,11 @@ def first_head(config: LogprobTrainingConfig) -> tuple[LogprobHead, set[str]]:
         return LogprobHead(config.head), set()
     files = read_adapter(resolve(config.start_from))
     facts = ValidityConfig.from_dict(files.validity_config)
-    assert facts.logprobs is not None
+    if facts.logprobs is None or facts.stream is not None:
+        first = (facts.stream or {}).get("start_from")
+        raise ParseError(
+            f"start_from {config.start_from} is no judge on log-probabilities alone: name {first or 'such an adapter'}"
+        )
     for key in ("k", "width", "text_size", "buckets"):
         if (size := facts.logprobs["head"][key]) != getattr(config, key):
             raise ParseError(f"start_from {config.start_from} has {key} {size}, not {getattr(config, key)}: set {key}")

@@ -70,7 +70,7 @@ def main(config: StreamTrainingConfig) -> None:
     facts.provenance["corrected_drafts"] = round(read, 4)
     model = build_model(config, target.model, trunk, texts, floor)
     models = build.target["name"], build.draft.get("name")
-    start = begin(config, models, train, counts)
+    start = begin(config, models, train, counts, [*trunk.state_dict().values(), round(floor, 4)])
     collator = StreamCollator(target.render, target.tokenizer.pad_token_id or 0)
     trainer = ValidityTrainer(model, config, train, evaluation, data_collator=collator)
     checkpoints.train(trainer, start)
@@ -109,6 +109,8 @@ def first_rung(config: StreamTrainingConfig) -> None:
         )
         given = {key: getattr(config, key) for key in same} | {"output_dir": f"{config.output_dir}/logprob"}
         given["report_to"] = config.report_to or "none"
+        if config.resume_from_checkpoint == "restart":
+            given["resume_from_checkpoint"] = "restart"
         options = [
             part for key, value in given.items() if value not in (None, []) for part in (f"--{key}", *_words(value))
         ]

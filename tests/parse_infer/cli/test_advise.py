@@ -45,6 +45,7 @@ def costs(draft: float = 0.1, read: float = 0.02, **fields: Any) -> Costs:
     [
         ("qwen-coder-mt-bench.json", "public pair, chat", "lossless", "target+draft"),
         ("qwen-coder-3850.json", "public pair, maths", "lossless", "target+draft"),
+        ("qwen-coder-3850.json", "public pair, maths", "judge", "parse"),
         ("thresholds.json", "tuned pair, maths", "lossless", "target+draft"),
         ("thresholds.json", "tuned pair, maths", "rule", "parse-min-p@0.3"),
         ("thresholds.json", "tuned pair, maths", "judge", "parse@0.8"),
@@ -88,16 +89,15 @@ def test_a_free_draft_model_is_as_fast_as_the_tokens_per_forward():
     assert 1 < predict_speedup(costs(prompt_tokens=2000), Acceptance(4.0, 1.2)) < without_prompt
 
 
-@pytest.mark.parametrize(
-    ("usable", "step"), [([], "lossless"), (["rule"], "rule"), (["rule", "judge"], "judge"), (["judge"], "judge")]
-)
-def test_the_step_is_the_last_that_can_be_taken(usable, step):
-    assert advise(costs(), usable).step == step
+def test_without_an_adapter_no_bound_is_recommended_unmeasured():
+    assert advise(costs(), has_judge=True).step == "judge"
+    lossless = advise(costs(), has_judge=False)
+    assert lossless.step == "lossless" and "not on the public one" in lossless.reasons[0]
 
 
-def test_a_server_gains_if_drafts_are_accepted_as_in_the_named_run():
-    for usable, case in (([], "public pair, maths"), (["judge"], "tuned pair, maths")):
-        assert f"accepted as in {case}" in advise(costs(answer_tokens=40), usable, rate=1e-3).reasons[-1]
+@pytest.mark.parametrize("has_judge", [False, True])
+def test_a_server_gains_if_drafts_are_accepted_as_in_the_named_run(has_judge):
+    assert "accepted as in public pair, maths" in advise(costs(answer_tokens=40), has_judge, rate=1e-3).reasons[-1]
 
 
 def test_answers_of_models_that_are_not_embedded_may_be_longer(file, tmp_path, capsys):
@@ -107,22 +107,23 @@ def test_answers_of_models_that_are_not_embedded_may_be_longer(file, tmp_path, c
     Path(file).write_text(json.dumps(held))
     assert main(["advise", "--target", str(copy), "--draft", "zoo:draft", "--costs", file]) == 0
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parse-infer ")]
-    assert printed and all("--max-new-tokens 512" in line for line in printed)
+    answering = [line for line in printed if not line.startswith("parse-infer transfer ")]
+    assert answering and all("--max-new-tokens 512" in line for line in answering)
 
 
 def test_a_slow_draft_model_and_a_saturated_server_are_advised_against():
-    slow = advise(costs(draft=0.9), ["judge"])
+    slow = advise(costs(draft=0.9), has_judge=True)
     assert slow.step is None and "0.90 of a target forward" in slow.reasons[0]
-    some = advise(costs(draft=0.3, read=0.05), [])
+    some = advise(costs(draft=0.3, read=0.05), has_judge=False)
     assert some.step == "lossless" and not any("slower" in reason for reason in some.reasons)
-    assert any("public pair, chat" in reason for reason in advise(costs(draft=0.7), []).reasons)
-    assert advise(costs(answer_tokens=40), [], rate=1e-3).step == "lossless"
+    assert any("public pair, chat" in reason for reason in advise(costs(draft=0.7), has_judge=False).reasons)
+    assert advise(costs(answer_tokens=40), has_judge=False, rate=1e-3).step == "lossless"
     batched: dict[str, Any] = {
         "target_token_s": {"1": 1.0, "32": 1.1},
         "draft_token_s": {"1": 0.1, "32": 3.2},
         "read_token_s": 0.3,
     }
-    full = advise(costs(**batched, answer_tokens=40), [], rate=1.0, gpus=2)
+    full = advise(costs(**batched, answer_tokens=40), has_judge=False, rate=1.0, gpus=2)
     assert full.step is None and "1 arrivals/s on 2 GPUs" in full.reasons[0]
 
 
@@ -143,19 +144,19 @@ def file(tmp_path) -> str:
 @pytest.mark.parametrize(
     ("options", "step", "commands"),
     [
-        ([], 2, ["bench", "calibrate", "transfer", "calibrate"]),
-        (["--prompts"], 2, ["bench", "calibrate", "transfer", "calibrate"]),
+        ([], 1, ["bench", "calibrate", "transfer", "calibrate"]),
+        (["--prompts"], 1, ["bench", "calibrate", "transfer", "calibrate"]),
         (
             ["--template-option", "enable_thinking=false", "--max-new-tokens", "64"],
-            2,
+            1,
             ["bench", "calibrate", "transfer", "calibrate"],
         ),
-        (["--prompts", "--no-references"], 2, ["bench", "calibrate", "transfer", "calibrate"]),
+        (["--prompts", "--no-references"], 1, ["bench", "calibrate", "transfer", "calibrate"]),
         (["--adapter", "zoo:adapter", "--temperature", "0.7", "--top-k", "20"], 3, ["bench", "calibrate"]),
         (["--prompts", "--no-references", "--temperature", "1"], 1, ["bench"]),
         (
             ["--device", "cpu", "--dtype", "float32", "--rate", "0.01"],
-            2,
+            1,
             ["bench", "calibrate", "transfer", "calibrate"],
         ),
     ],
