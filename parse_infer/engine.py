@@ -142,7 +142,7 @@ class ParseEngine:
         check_judged(threshold, adapter is not None or options.get("judge") is not None)
         options |= {
             "calibration": calibration,
-            "cut_policy": CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy,
+            "cut_policy": None if cut_policy is None else CutPolicy.parse(cut_policy),
         }
         engine = cls(build(target, draft, adapter, **options), threshold=threshold)
         if calibration is not None and backend == "local":
@@ -412,11 +412,12 @@ class ParseEngine:
             )
         cuts = None
         if cut_policy is not None:
-            policy = CutPolicy.parse(cut_policy) if isinstance(cut_policy, str) else cut_policy
+            policy = CutPolicy.parse(cut_policy)
             cuts = Segmenter(target.tokenizer, policy, self.backend.segmenter.tokens_per_cut).cuts(draft)
         with self.backend.turn():
             verdict = self.backend.run(self.backend.judge_text(prompt_ids, draft, cuts))
-        answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, left_context(prompt, prompt_ids))
+        before = left_context(prompt, prompt_ids, target.tokenizer)
+        answer = Answer(target.tokenizer, target.eos_ids, (), sys.maxsize, before)
         segments = segments_of(answer, draft, verdict, range(len(verdict.cuts)))
         return Score(segments, self.threshold, verdict.unusual)
 

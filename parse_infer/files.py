@@ -218,9 +218,14 @@ def lies_below(folder: str | Path, *files: str) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first line of a library's (possibly long) error, with a full stop."""
+    """Return the first line of a library's (possibly long) error, and the next if it ends with a colon, with a full
+    stop."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
+    if first.endswith(":") and len(lines) > 1:
+        first = f"{first} {lines[1]}"
+    if isinstance(error, KeyError):  # whose text is the key
+        first = f"{type(error).__name__} {first}"
     return first if first.endswith((".", "?", "!")) else first + "."
 
 

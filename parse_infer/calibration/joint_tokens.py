@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft, TokenStream
-from parse_infer.drafters.model_drafter import share_tokens
+from parse_infer.drafters.model_drafter import share_tokens, with_template
 from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
@@ -20,7 +20,7 @@ class DraftTokens:
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
-        self._draft, self._target = draft, target
+        self._draft, self._target = with_template(draft, target), target
         self._shared = share_tokens(draft, target)
         self._map = None if self._shared else token_map(draft.tokenizer, target.tokenizer)
         if not self._shared and self._map is None:

@@ -47,8 +47,11 @@ class CrossTokenizerDraft:
         # A prompt beyond the draft model's window gets no draft, and the target answers.
         self.prompt_ids = reader.encode(prompt)
         draft.check_tokens(self.prompt_ids)
-        self.before, self.left = open_turn(prompt), left_context(prompt, self.prompt_ids)
-        self.target_left = left_context(prompt, target.encode(prompt)) if self.before and not shares_tokens else ()
+        self.before = open_turn(prompt, reader.tokenizer)
+        self.left = left_context(prompt, self.prompt_ids, reader.tokenizer)
+        self.target_before = open_turn(prompt, target.tokenizer)
+        reads = self.target_before and not shares_tokens
+        self.target_left = left_context(prompt, target.encode(prompt), target.tokenizer) if reads else ()
 
     def begin_block(
         self, answer_ids: Sequence[int], max_new_tokens: int, tokens: TokenMap | None
@@ -140,7 +143,7 @@ class DraftStream:
         ids, ended = self.own_ids, answer.finish_reason == "eos"
         if not self._translation.shares_tokens:
             # The first token may have no text, such as a "▁" that the decoder strips. It still begins the answer.
-            before = self._translation.before + self._before or "\n" * self._begun
+            before = self._translation.target_before + self._before or "\n" * self._begun
             ids = encode_continuation(target.tokenizer, before, self.text)
         else:
             size = target.n_embeddings
@@ -159,7 +162,7 @@ class DraftStream:
         if self.is_finished:
             return self.draft()
         text = without_last_word(self.text)
-        before = self._translation.before + self._before or "\n" * self._begun
+        before = self._translation.target_before + self._before or "\n" * self._begun
         return Draft(encode_continuation(self._translation.target.tokenizer, before, text))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from parse_infer.text.cuts import CutPolicy, Segmenter
 from parse_infer.text.detokenizer import without_special_tokens
 from parse_infer.text.prompts import Prompt
 from parse_infer.text.tokenizer_spec import TokenizerSpec
+
+_Spec = TypeVar("_Spec", bound=TokenizerSpec)
 
 
 class ModelDrafter:
@@ -182,11 +186,22 @@ def _resampled(values: Sequence[float], n: int) -> list[float]:
     return list(values) if len(values) == n else [values[i * len(values) // n] for i in range(n)]
 
 
+def with_template(draft: _Spec, target: TokenizerSpec) -> _Spec:
+    """The draft model, or a copy with the target's chat template if they share token ids and it has none."""
+    template = target.tokenizer.chat_template
+    if draft.tokenizer.chat_template is not None or template is None:
+        return draft
+    if not same_tokenizer(draft.tokenizer, target.tokenizer):
+        return draft
+    own = copy(draft)  # the caller's model may serve other engines
+    own.tokenizer = copy(draft.tokenizer)
+    own.tokenizer.chat_template = template
+    return own
+
+
 def share_tokens(draft: TokenizerSpec, target: TokenizerSpec) -> bool:
-    """Whether both models share token ids. If so, a draft model without chat template gets the target's template."""
+    """Whether both models share token ids."""
     shared = same_tokenizer(draft.tokenizer, target.tokenizer)
-    if shared and draft.tokenizer.chat_template is None:
-        draft.tokenizer.chat_template = target.tokenizer.chat_template
     for language in () if shared else (draft, target):  # now, not during the first answer
         without_special_tokens(language.tokenizer)
     return shared

@@ -29,7 +29,7 @@ class TextDrafter:
     def __init__(self, text: str, target: TokenizerSpec, prompt: Prompt, finished: bool = True) -> None:
         if not isinstance(text, str) or not text.strip():
             raise PromptError(f"The draft text is {text!r}; give a non-empty text, or omit it to use the draft model.")
-        ids = encode_continuation(target.tokenizer, open_turn(prompt), text)
+        ids = encode_continuation(target.tokenizer, open_turn(prompt, target.tokenizer), text)
         end = target.end_token if finished else None
         self._draft = Draft(ids) if end is None else Draft([*ids, end], finished=True)
 

@@ -97,25 +97,32 @@ class ValidityConfig:
                 "validity_config.json has no logprobs: the adapter is of an earlier version and reads hidden states; "
                 "train it again with recipes/train.yaml"
             )
-        known = read.get("reference", {}) if isinstance(read, dict) else {}
+        for name in ("target", "logprobs", "stream", "probability", "cut_policy"):
+            if not isinstance(values.get(name, {}), dict) and (values[name] is not None or name == "cut_policy"):
+                raise ModelError(f"validity_config.json has a damaged {name}: export the adapter again")
+        known = read.get("reference") or {}
         sizes = {f.name for f in fields(LogprobHeadConfig)}
         if not (
-            isinstance(read, dict)
+            isinstance(known, dict)
             and sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
             and len(known.get("ids", ())) > len(known.get("logprobs", ()))
         ):
             raise ModelError("validity_config.json has incomplete logprobs: export the adapter again")
         try:
             UsualDrafts.from_dict(read.get("usual") or {})
+            LogprobHeadConfig(**read["head"])
         except (TypeError, ValueError, AttributeError) as error:
-            raise ModelError("validity_config.json has damaged logprobs.usual: export the adapter again") from error
+            raise ModelError(
+                f"validity_config.json has damaged logprobs ({error}): export the adapter again"
+            ) from error
         if (stream := values.get("stream")) is not None:
             sizes = {f.name for f in fields(StreamHeadConfig)}
-            found = set((stream.get("head") or ()) if isinstance(stream, dict) else ())
+            found = set(stream.get("head") or ())
             if not sizes - {"layers", "second"} <= found <= sizes:  # which the first ones had not
                 raise ModelError("validity_config.json has an incomplete stream: export the adapter again")
         scaled = values.get("probability")
-        if scaled is not None and not (set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
+        numbers = scaled is None or all(isinstance(value, int | float) for value in scaled.values())
+        if scaled is not None and not (numbers and set(scaled) == {"scale", "shift"} and scaled["scale"] > 0):
             raise ModelError(f"validity_config.json has probability {scaled}: it needs a scale above 0 and a shift")
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 

@@ -62,8 +62,9 @@ def judge_fingerprint(configs: Sequence[Mapping[str, Any]], parts: Sequence[Mapp
 
 def adapts(validity_config: Mapping[str, Any]) -> bool:
     """Whether the adapter with this validity_config.json has a second stream, and so a LoRA."""
-    stream = validity_config.get("stream") or {}
-    return bool(stream) and bool(stream.get("head", {}).get("second", True))
+    stream = validity_config.get("stream")
+    head = stream.get("head") if isinstance(stream, dict) else {}  # `ValidityConfig.from_dict` refuses other types
+    return bool(stream) and bool((head or {}).get("second", True))
 
 
 def read_adapter(name_or_path: str | Path) -> AdapterFiles:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from parse_infer.errors import SettingsError
 from parse_infer.judge.carried import Carried, TokenScores
 from parse_infer.judge.judge import Reading, Verdict, token_verdict
 from parse_infer.judge.token_logprobs import TokenLogprobs, TokenTexts, certain_features, n_features
@@ -48,6 +49,13 @@ class LogprobHeadConfig:
     text_size: int = 32
     buckets: int = 8192
     sharpness: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("k", "width", "text_size", "buckets"):
+            if type(getattr(self, name)) is not int:
+                raise SettingsError(f"the head's {name} is {getattr(self, name)!r}; it must be a whole number")
+        if not isinstance(self.sharpness, int | float):
+            raise SettingsError(f"the head's sharpness is {self.sharpness!r}; it must be a number")
 
 
 def pool_doubt(doubt: Tensor, sharpness: float) -> Tensor:

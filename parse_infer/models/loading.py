@@ -11,9 +11,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -36,7 +38,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.devices import multiplies_in_16_bits
 from parse_infer.models.gguf_file import dequantised
 from parse_infer.models.leftovers import check_leftovers, check_quantisation
-from parse_infer.models.lora import Lora, is_lora, read_lora
+from parse_infer.models.lora import Lora, is_adapter, is_lora, not_a_model, read_lora
 from parse_infer.models.names import cache_folder, is_gguf, resolve
 from parse_infer.text.chat_template import check_options
 from parse_infer.text.tokenizer_spec import TokenizerSpec, check_vocabulary
@@ -55,6 +57,17 @@ class LanguageModel(TokenizerSpec):
     """On a GPU, compile the short forwards (`parse_infer.models.cuda_graphs`)."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, PreTrainedModel):
+            raise ModelError(
+                f"{self.name!r} is a {type(self.model).__name__}, not a model of transformers: of a peft model pass "
+                "model.merge_and_unload()"
+            )
+        if not isinstance(self.tokenizer, PreTrainedTokenizerBase):
+            raise ModelError(f"the tokenizer of {self.name!r} is a {type(self.tokenizer).__name__}: load it too")
+        if self.model.training:
+            raise ModelError(
+                f"{self.name!r} is in training mode, where dropout changes its answers: call model.eval()"
+            )
         check_vocabulary(self)
         self.eos_ids: set[int] = end_tokens(self.model.generation_config, self.tokenizer)
         self.window: int = context_window(self.model.config)
@@ -123,6 +136,8 @@ def load_language_model(
     place, eight_bits = _device(device), dtype == "int8"
     if eight_bits and role == "target":
         raise ModelError("a target in int8 would be another model: int8 is for draft models")
+    if isinstance(quantization_config, str):
+        raise ModelError(f"quantization_config is {quantization_config!r}; give a configuration of transformers")
     if eight_bits and quantization_config is not None:
         raise ModelError("dtype is 'int8' and quantization_config was given too: give one of them")
     if torch_compile and place.type != "cuda":
@@ -134,6 +149,7 @@ def load_language_model(
     _check_folder(source.base)
     if quantization_config is not None and source.loras:
         raise ModelError(f"{source.name!r} is a LoRA, which cannot be merged into weights of a quantization_config.")
+    _config(source, trust_remote_code)  # before the tokenizer, which would be blamed for a wrong one
     tokenizer = _tokenizer(source, trust_remote_code)
     if role == "target":
         check_options(tokenizer, template_options or {})
@@ -173,7 +189,7 @@ def load_served_model(
     """Load everything except the weights. Raises as `load_language_model` does."""
     source = _open(name)
     _check_folder(source.base)
-    tokenizer, config = _tokenizer(source, trust_remote_code), load_config(name, trust_remote_code)
+    config, tokenizer = load_config(name, trust_remote_code), _tokenizer(source, trust_remote_code)
     if role == "target":
         check_options(tokenizer, template_options or {})
     try:
@@ -202,7 +218,7 @@ def _config(source: _Source, trust_remote_code: bool) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             source.base, trust_remote_code=trust_remote_code, revision=source.revision or "main"
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise OSError(f"The configuration of {source.name!r} cannot be loaded: {first_sentence(error)}") from error
 
 
@@ -243,6 +259,8 @@ def find_model(name: str | Path) -> tuple[Path | str, list[Lora]]:
             raise ModelError(f"The LoRA {place} names itself as its base: its adapter_config.json must name a model.")
         loras.append(read_lora(place))
         place = resolve(loras[-1].base)
+    if isinstance(place, Path) and is_adapter(place):
+        raise not_a_model(place)
     return place, loras
 
 
@@ -288,18 +306,21 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=device).device
+        place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if built without the device
         raise ModelError(
             f"The device {str(device)!r} is not available here: use 'cpu', or 'cuda' with a GPU."
         ) from error
+    if place.type == "meta":
+        raise ModelError("The device 'meta' holds no weights: use 'cpu', or 'cuda' with a GPU.")
+    return place
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
+    if dtype == "auto":
         return dtype
-    named = getattr(torch, str(dtype), None)
-    if not isinstance(named, torch.dtype):
+    named = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not (isinstance(named, torch.dtype) and named.is_floating_point and named.itemsize >= 2):
         raise ModelError(f"dtype is {dtype!r}; it must be 'auto', 'float32', 'bfloat16' or 'float16'.")
     return named
 
@@ -364,10 +385,15 @@ def _check_folder(folder: Path | str) -> None:
         raise FileNotFoundError(
             f"{str(folder)!r} is not a model folder: config.json is missing (interrupted download or save?)."
         )
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{str(config)!r} is not valid JSON ({error}): save or download the model again.") from error
+    for file in (config, folder / "generation_config.json"):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise ModelError(
+                f"{str(file)!r} is not valid JSON ({error}): save or download the model again."
+            ) from error
+        if not isinstance(content, dict):
+            raise ModelError(f"{str(file)!r} holds no JSON object: save or download the model again.")
 
 
 def _tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -437,13 +463,16 @@ def _base_weights(
             output_loading_info=True,
             **{"device_map": {"": device} if direct else None, **chosen},
         )
-    except SafetensorError as error:
+    except (SafetensorError, UnpicklingError, EOFError) as error:
         raise ModelError(
             f"The weights of {source.shown} are damaged or incomplete ({first_sentence(error)}) "
             f"Delete the files and download or save the model again."
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise OSError(f"The model {source.shown} cannot be loaded: {first_sentence(error)}") from error
+        reason = first_sentence(error)
+        if "ignore_mismatched_sizes" in reason:  # its report is hidden, see above
+            reason = "the shapes of its tensors are not those of config.json."
+        raise OSError(f"The model {source.shown} cannot be loaded: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
     model, report = loaded

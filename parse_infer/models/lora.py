@@ -122,6 +122,15 @@ def is_lora(folder: Path) -> bool:
     return (folder / _CONFIG).is_file()
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder is a validity adapter, with or without a LoRA."""
+    return (folder / _VALIDITY_CONFIG).is_file()
+
+
+def not_a_model(adapter: Path) -> ModelError:
+    return ModelError(f"{adapter} is a validity adapter, not a language model: pass it as the adapter.")
+
+
 def read_lora(folder: Path) -> Lora:
     """Check a LoRA's files and options. `merge_into` reads the tensors later.
 
@@ -129,8 +138,8 @@ def read_lora(folder: Path) -> Lora:
         FileNotFoundError: the weights are missing.
         ValueError: a damaged file, a validity adapter, or a LoRA that cannot be merged.
     """
-    if (folder / _VALIDITY_CONFIG).is_file():
-        raise ModelError(f"{folder} is a validity adapter, not a language model: pass it as the adapter.")
+    if is_adapter(folder):
+        raise not_a_model(folder)
     config = read_json(folder / _CONFIG, _WAY_OUT)
     try:
         check_lora_options(config)

@@ -129,5 +129,5 @@ def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | No
 def _nucleus(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     """Set descending probabilities [..., V] after a mass of `top_p` to 0; exactly 1 keeps all."""
     mass_before = probabilities.cumsum(-1) - probabilities
-    dropped = mass_before >= top_p
+    dropped = (mass_before >= top_p) & (mass_before > 0)  # keeps the first, however small `top_p`
     return probabilities.masked_fill(dropped & (top_p < 1) if isinstance(top_p, Tensor) else dropped, 0.0)

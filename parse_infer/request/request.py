@@ -41,7 +41,7 @@ class Request:
         self.settings = settings
         self.sampling = sampling
         budget = min(settings.max_new_tokens, writer.window - len(self.prompt_ids))
-        before = left_context(prompt, self.prompt_ids)
+        before = left_context(prompt, self.prompt_ids, writer.tokenizer)
         writer.check_tokens(settings.stop_token_ids)
         self.answer = Answer(
             writer.tokenizer,

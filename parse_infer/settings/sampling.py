@@ -11,6 +11,7 @@ from parse_infer.errors import SettingsError
 from parse_infer.settings.fields import plain, setting, setting_fields
 
 _GREEDY = 1e-5  # lower temperatures would overflow the logits
+_HIGHEST = 1_000_000  # far above, float32 has no such number
 
 
 def seed_of(*parts: object) -> int:
@@ -38,9 +39,9 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in setting_fields(type(self)):
             object.__setattr__(self, name, plain(getattr(self, name)))
-        if not _is_finite(self.temperature) or self.temperature < 0:
+        if not _is_finite(self.temperature) or not 0 <= self.temperature <= _HIGHEST:
             raise SettingsError(
-                f"temperature must be a finite number of at least 0 (0 is greedy), not {self.temperature!r}"
+                f"temperature must be a number from 0 (greedy) to {_HIGHEST:,}, not {self.temperature!r}"
             )
         if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
             raise SettingsError(f"top_p must be a number above 0 and at most 1, not {self.top_p!r}")

@@ -72,6 +72,8 @@ def check_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 
     A template without reasoning does what `enable_thinking: false` asks for, as recipes for any model do.
     """
+    if not isinstance(options, Mapping):
+        raise ModelError(f"template_options are {options!r}; give names with values, {{'enable_thinking': False}}")
     template = _template(tokenizer)
     for name, value in options.items():
         if name == "enable_thinking" and not value:

@@ -134,8 +134,13 @@ class CutPolicy:
         return cls(**values)
 
     @classmethod
-    def parse(cls, name: str) -> CutPolicy:
-        """Read a name such as "step" or "tokens:4" (`every`). Raise ValueError for another one."""
+    def parse(cls, name: str | CutPolicy) -> CutPolicy:
+        """Read a name such as "step" or "tokens:4" (`every`); a policy stays as it is. Raise ValueError for another
+        one."""
+        if isinstance(name, CutPolicy):
+            return name
+        if not isinstance(name, str):
+            raise SettingsError(f"the cut policy is {name!r}; it must be a name such as step, or a CutPolicy")
         kind, colon, every = name.partition(":")
         policy = cls(kind)
         if not colon:

@@ -120,20 +120,21 @@ def _are_messages(prompts: Sequence[Any]) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], Mapping)
 
 
-def open_turn(prompt: Prompt) -> str:
-    """Return the assistant's text that the answer continues; "" if the answer begins a new turn."""
+def open_turn(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that the answer continues: the assistant's, or a prompt that the tokenizer renders without chat
+    template; "" if the answer begins a new turn."""
     prompt = content_of(prompt)
     if isinstance(prompt, Verbatim):
         return prompt.text
-    if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != "assistant":
-        return ""
-    return prompt[-1]["content"]
+    if isinstance(prompt, str):
+        return prompt if tokenizer.chat_template is None else ""
+    return prompt[-1]["content"] if prompt and prompt[-1]["role"] == "assistant" else ""
 
 
-def left_context(prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
+def left_context(prompt: Prompt, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     """Return the last prompt tokens if the answer continues the prompt's text, because some decoders strip a space
     from the first token."""
-    return ids[-_CONTEXT:] if open_turn(prompt) else ()
+    return ids[-_CONTEXT:] if open_turn(prompt, tokenizer) else ()
 
 
 def render_prompt(

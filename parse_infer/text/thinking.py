@@ -93,7 +93,7 @@ def thinking_of(
     end = str(tokenizer.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False)).rstrip()
     if end.endswith((marks.start, marks.end)):
         return Thinking(marks, end.endswith(marks.start))
-    text = open_turn(prompt)
+    text = open_turn(prompt, tokenizer)
     starts, ends = text.rfind(marks.start), text.rfind(marks.end)
     return Thinking(marks, None if starts == ends else starts > ends)
 

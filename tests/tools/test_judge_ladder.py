@@ -211,8 +211,11 @@ def test_problems_that_an_adapter_has_learnt_are_known_by_their_prompts(make_mod
 
 def test_too_few_drafts_are_counted(rows):
     assert check_drafts(rows, "data/held-out") == 67
-    with pytest.raises(ParseError, match=r"data/held-out has 4 wrong and 6 right drafts, but .* at least 20 of each"):
+    with pytest.raises(ParseError, match=r"has wrong drafts of \d problems and right ones of \d, but .* 20 of"):
         check_drafts(rows[:10], "data/held-out")
+    wrong = next(row for row in rows if not all(row.labels))
+    with pytest.raises(ParseError, match="has wrong drafts of 1 problems"):
+        check_drafts([*(row for row in rows if all(row.labels)), *[wrong] * 40], "data/held-out")
     assert few_errors(500) is None
 
 
@@ -265,3 +268,5 @@ def test_a_rung_has_a_name_and_adapters(option):
     assert read_rungs(["a=x,y", "b=z"]) == {"a": ["x", "y"], "b": ["z"]}
     with pytest.raises(ParseError, match="is not NAME=ADAPTER,ADAPTER"):
         read_rungs([option])
+    with pytest.raises(ParseError, match="--rung names a twice"):
+        read_rungs(["a=x", "a=y"])

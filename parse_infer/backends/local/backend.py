@@ -20,7 +20,7 @@ from parse_infer.calibration.schema import Calibration
 from parse_infer.decoding.block_length import REPLAYED, BlockLength
 from parse_infer.decoding.loop import ModelPair, PairWrapper, run_sync, speculate_in_phases
 from parse_infer.decoding.plan import Judging, Plan
-from parse_infer.drafters.model_drafter import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter, with_template
 from parse_infer.drafters.source import DraftSource
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import ChatTemplateError, PromptError, SettingsError
@@ -73,7 +73,7 @@ class LocalBackend:
         train_problems: frozenset[str] = frozenset(),
     ) -> None:
         self.target = target
-        self.draft = draft
+        self.draft = draft = None if draft is None else with_template(draft, target)
         self.judge = judge
         self.target_drafter = target_drafter
         self.drafter = ModelDrafter(draft, target) if drafter is None and draft is not None else drafter

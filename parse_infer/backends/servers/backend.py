@@ -33,7 +33,7 @@ from parse_infer.decoding.block_length import REPLAYED, BlockLength
 from parse_infer.decoding.loop import PairWrapper, speculate_in_phases
 from parse_infer.decoding.plan import Judging, Plan
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
-from parse_infer.drafters.model_drafter import share_tokens
+from parse_infer.drafters.model_drafter import share_tokens, with_template
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.errors import PromptError, ServerError
 from parse_infer.judge.carried import Carried
@@ -68,7 +68,8 @@ class ServerBackend:
     def __init__(self, parts: Parts, parallel: int = PARALLEL) -> None:
         self._target, self._drafts, self._models = parts.target, parts.draft, dict(parts.models)
         self.target: TokenizerSpec = parts.target.language
-        self.draft: TokenizerSpec | None = None if parts.draft is None else parts.draft[1]
+        draft = None if parts.draft is None else parts.draft[1]
+        self.draft = None if draft is None else with_template(draft, self.target)
         self.threshold, self.calibrations = parts.threshold, parts.calibrations
         self.train_problems, self.processes = parts.train_problems, parts.processes
         self.parallel, self.falls_back = parallel, True

@@ -152,7 +152,8 @@ class TextDraft:
     ) -> None:
         prompt = RenderedPrompt.of(prompt).as_text
         self.api, self.target, self.stop = api, target, stop
-        self.before, self.left = open_turn(prompt), left_context(prompt, target.encode(prompt))
+        self.before = open_turn(prompt, target.tokenizer)
+        self.left = left_context(prompt, target.encode(prompt), target.tokenizer)
         own = api.path != CHAT and draft is not None and draft.tokenizer.chat_template is not None
         renders = draft if own and draft is not None else target
         self.chat = _chat(prompt, target) if api.path == CHAT else {}

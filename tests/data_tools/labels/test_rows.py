@@ -48,6 +48,8 @@ def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
         ({"values": [0.5, 2, None]}, "values must be 3 numbers"),
         ({"confidence": [1.0, 0.4, 1.0]}, "confidence must be 3 numbers from 0.5 to 1"),
         ({"confidence": [1.0]}, "confidence must be 3 numbers"),
+        ({"confidence": 0.9}, "confidence must be 3 numbers"),
+        ({"prompt": ["Hi"]}, "a chat message must be an object"),
         ({"draft_ids": None}, "no draft_ids or no cuts, so it is not of a build: label drafts with parse-data build$"),
         ({"cuts": None}, "no draft_ids or no cuts"),
         ({"cuts": [1, 1, 3]}, "rising offsets that end at 3"),

@@ -315,6 +315,11 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
             r"has no /v1/completions \(404 Not Found\), and chat completions cannot continue",
         ),
         ({"ids": False}, {}, r"refuses .* prompt: .* \(422\): prompt must be a string; .* set wire to text"),
+        (
+            {"fault": lambda number: "garbage" if number else None},
+            {"logprobs": 5},
+            r"cannot read drafts: .*logprobs to 0",
+        ),
         ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: http\S* sent no completion"),
         ({"key": "secret"}, {}, r"http\S* rejects a request \(401\): Invalid API key.: set .* OPENAI_API_KEY"),
         ({"max_model_len": 40}, {}, r"a window of 40 tokens, too few for a prompt and 48 more: start the server with"),

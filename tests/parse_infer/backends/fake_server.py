@@ -29,7 +29,8 @@ class FakeServer:
 
     Attributes:
         faults: what happens to the next requests: "500", "cut" (breaks off in the middle), "half" (of the JSON),
-            "nonsense", "gone" (the connection is closed), "refused", "hangs" (no answer ever), a status with headers,
+            "nonsense", "abort" (ends without a token, as at a shutdown),
+            "gone" (the connection is closed), "refused", "hangs" (no answer ever), a status with headers,
             None.
         bodies: of the requests so far.
         written: tokens that were sent in streams.
@@ -127,6 +128,11 @@ class FakeServer:
         if fault == "gone":
             request.transport.close()
             raise asyncio.CancelledError
+        if fault == "abort":
+            ended = {"choices": [{"index": 0, "token_ids": [], "text": "", "finish_reason": "abort"}]}
+            text = f"data: {json.dumps(ended)}\n\ndata: [DONE]\n\n" if body.get("stream") else json.dumps(ended)
+            kind = "text/event-stream" if body.get("stream") else "application/json"
+            return web.Response(text=text, content_type=kind)
         self._cache.append((body.get("cache_salt"), prompts[0]))
         if body.get("prompt_logprobs"):
             return _answer([self._read(prompts[0], body["prompt_logprobs"])], fault)

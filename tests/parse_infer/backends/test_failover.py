@@ -41,6 +41,21 @@ def test_a_stream_that_breaks_off_often_goes_on_as_long_as_tokens_come(engine, c
         list(coordinator.stream_target(PROMPT, max_new_tokens=60))
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_a_shutdown_ends_is_written_by_another_server(engine, connect, streamed):
+    coordinator, targets, _ = connect(engine, n_targets=2)
+    wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
+    for _ in range(4):
+        targets[0].faults.append("abort")
+        if streamed:
+            *_, done = coordinator.stream_target(PROMPT, max_new_tokens=8)
+            found = done.generation
+        else:
+            found = coordinator.generate_target(PROMPT, max_new_tokens=8)
+        assert found.token_ids == wanted
+    assert len(targets[0].faults) < 4, "some of them came to the server that ends"
+
+
 def test_a_server_with_broken_connections_is_unused_until_it_is_healthy(engine, connect, caplog):
     coordinator, targets, _ = connect(engine, n_targets=2)
     caplog.set_level(logging.INFO, "parse_infer.backends")

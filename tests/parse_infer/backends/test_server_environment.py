@@ -138,6 +138,10 @@ def test_a_small_draft_model_needs_no_server_on_a_cpu(coordinator, monkeypatch):
     assert is_local() and is_local(target_url=URL)
     assert not is_local(local_draft=False)
     assert not is_local(draft_url=URL) and not is_local(draft_options={"max_model_len": 512})
+    for role in ("target", "draft"):
+        given = {f"{role}_url": URL, f"{role}_options": {"max_model_len": 256}}
+        with pytest.raises(ValueError, match=f"{role}_options are for a server that PARSE starts, but {role}_url"):
+            coordinator(**given)
     with pytest.raises(ValueError, match="local_draft and draft_url were both given"):
         coordinator(local_draft=True, draft_url=URL)
     with pytest.raises(ValueError, match="without a draft model: give draft"):

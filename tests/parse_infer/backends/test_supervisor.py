@@ -124,3 +124,13 @@ def test_a_server_that_keeps_dying_is_given_up(tmp_path, monkeypatch):
     assert soon(lambda: servers.failure() is not None)
     assert "the draft server died 2 times" in servers.failure()
     servers.stop()
+
+
+@pytest.mark.slow
+def test_a_proxy_does_not_hide_our_own_servers(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
+    servers = Supervisor([("target", command, {})], logs=tmp_path / "logs")
+    servers.start(ready_s=60)
+    assert servers.members[0].answers()
+    servers.stop()

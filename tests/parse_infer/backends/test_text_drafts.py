@@ -215,6 +215,10 @@ def test_the_handshake_finds_out_what_a_server_takes(make_engine, connect, stric
     draft.strict = strict
     coordinator, _, _ = connect(engine, draft=draft)
     assert coordinator.backend._text_api.path == "/v1/completions"
+    draft.counts = False
+    coordinator.backend.run(coordinator.backend.handshake())
+    assert coordinator.backend._text_api.path == "/v1/completions", "usage without a number says nothing"
+    draft.counts = True
     draft.wraps = True  # as Ollama: a draft would answer the template
     coordinator.backend.run(coordinator.backend.handshake())
     assert coordinator.backend._text_api.path == "/v1/chat/completions"

@@ -25,6 +25,7 @@ class TextServer(FakeServer):
         serves: "completions" and "chat", or one of them.
         lists: how it lists log-probabilities: "offsets" as OpenAI's completions, "bytes" as chats and llama.cpp; "":
             it refuses to.
+        counts: whether it says how many tokens a prompt has.
         strict: it refuses fields that it does not know, and prompts of token ids; else it ignores the fields.
         wraps: it puts prompts of completions into its chat template, as Ollama does.
         faults: also "empty" (an answer without text), "odd" (chunks that are no completion).
@@ -33,7 +34,7 @@ class TextServer(FakeServer):
     def __init__(self, *args: Any, serves: Sequence[str] = ("completions", "chat"), lists: str = "") -> None:
         super().__init__(*args)
         self.serves, self.lists = serves, lists
-        self.strict, self.wraps = True, False
+        self.strict, self.wraps, self.counts = True, False, True
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._respond(request, "completions")
@@ -78,7 +79,9 @@ class TextServer(FakeServer):
                 text, reason, last = text + chunk["text"], chunk["reason"], chunk
             holder = {"text": text} if kind == "completions" else {"message": {"content": text}}
             choice = {**holder, "finish_reason": reason, "logprobs": last["logprobs"]}
-            return web.json_response({"choices": [choice], "usage": {"prompt_tokens": len(ids)}})
+            return web.json_response(
+                {"choices": [choice], "usage": {"prompt_tokens": len(ids) if self.counts else None}}
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         with suppress(ConnectionError):

@@ -39,6 +39,7 @@ PROMPTS = ["Tom has 5 apples.", "Ann has 12 pens and a cat.", "How many?"]
 class Problem:
     id: str
     prompt: str
+    reference: str | None = None
 
 
 @pytest.fixture
@@ -245,9 +246,15 @@ SETTINGS = CalibrationSettings(risks=(0.2, 0.5), blocks=("whole",), loss="disagr
 
 
 def run(
-    engine: ParseEngine, folder: Path, settings: CalibrationSettings = SETTINGS, n: int = 12, check=None, ask: str = ""
+    engine: ParseEngine,
+    folder: Path,
+    settings: CalibrationSettings = SETTINGS,
+    n: int = 12,
+    check=None,
+    ask: str = "",
+    reference: str | None = None,
 ):
-    problems = [Problem(f"p{i}", f"{ask}{PROMPTS[i % 3]} {i}") for i in range(n)]
+    problems = [Problem(f"p{i}", f"{ask}{PROMPTS[i % 3]} {i}", reference) for i in range(n)]
     return calibrate(engine, problems, check or (lambda problem, text: None), same_answer, folder, settings, task="t")
 
 
@@ -316,6 +323,11 @@ def test_a_calibration_of_other_thresholds_is_not_continued(engine: ParseEngine,
     monkeypatch.setattr(calibration_settings, "THRESHOLDS", calibration_settings.THRESHOLDS[:-1])
     with pytest.raises(ValueError, match="with thresholds"):
         run(engine, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="with timed"):
+        run(engine, tmp_path, replace(SETTINGS, timed=3))
+    with pytest.raises(ValueError, match="with problems"):
+        run(engine, tmp_path, reference="corrected")
 
 
 @pytest.mark.slow

@@ -185,6 +185,7 @@ def test_the_printed_commands_are_accepted(file, tmp_path, capsys, options, step
             assert [*given["task_option"]] == own and given["task"] == ("jsonl" if own else "gsm_symbolic")
             assert given["temperature"] == (0.7 if "0.7" in options else 1 if "1" in options else 0)
         if words[0] == "calibrate":
+            assert given["risk"] == "0.05,0.1", "what the heading announces, and fewer problems suffice"
             assert given["loss"] == (
                 "disagreement" if "--no-references" in options else "accuracy" if "0.7" in options else "lost"
             )

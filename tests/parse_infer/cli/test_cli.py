@@ -137,7 +137,8 @@ def test_answers_of_other_settings_or_models_do_not_mix(models, tmp_path, capsys
     command = ["generate", "--file", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), *models]
     command += ["--max-new-tokens", "6", "--threshold", "0.9"]
     assert main(command) == main(command) == 0, capsys.readouterr().err
-    for change, key in ((["--threshold", "0"], "threshold"), (["--dtype", "bfloat16"], "dtype")):
+    for option, value in {"threshold": "0", "dtype": "bfloat16", "target-drafter": "lookup"}.items():
+        change, key = [f"--{option}", value], option.removeprefix("target-")
         assert main([*command, *change]) == 2
         assert f"holds a run of answers with {key} " in capsys.readouterr().err
 
@@ -423,6 +424,10 @@ def test_bench_leaves_out_nothing_where_the_draft_models_tokens_are_the_targets(
         (["bench", "--backend", "vllm", "--clients", "inf"], "--clients is 'inf'; give whole numbers of at least 1"),
         (["bench", "--backend", "vllm", "--clients", "1.7"], "--clients is '1.7'; give whole numbers of at least 1"),
         (["bench", "--zero-shot-threshold", "0.5", "--modes", "parse"], "is for the mode parse-zero-shot"),
+        (["bench", "--threshold", "0.9", "--modes", "target,parse-min-p"], "--threshold is for the modes parse and"),
+        (["bench", "--risk", "0.05", "--modes", "target,parse-min-p"], "--risk is for the modes parse and sequential"),
+        (["bench", "--top-p", "0.5"], "--top-p changes nothing at temperature 0: give --temperature too"),
+        (["calibrate", "--top-k", "20"], "--top-k changes nothing at temperature 0"),
         (["generate", "Hi", "--device", "meta"], "device 'meta' holds no weights"),
         (["score", "Hi", "Ho", "--cut-policy", "step:3"], "the cut policy 'step:3' has no whole number of tokens"),
         (["bench", "--split", "tset"], "unknown split 'tset'; choose one of train, validation, test"),

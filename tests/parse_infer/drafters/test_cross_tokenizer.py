@@ -17,6 +17,7 @@ from parse_infer.models.loading import LanguageModel, load_tokenizer
 from parse_infer.request.events import Accepted, Drafted, Resumed
 from parse_infer.text.cuts import CutPolicy
 from parse_infer.text.detokenizer import decode, encode_continuation
+from parse_infer.text.prompts import open_turn
 from tests.parse_infer.language_models import (
     crossing_tokenizer,
     cycling,
@@ -80,7 +81,7 @@ def test_answer_and_draft_are_the_draft_models_text_after_any_token(reads, targe
         meant = TEXT[len(so_far) if whole else len(so_far.rstrip("\ufffd")) :]
         continued = []
         if writing is not None:
-            writing.add(encode_continuation(draft.tokenizer, so_far, meant))
+            writing.add(encode_continuation(draft.tokenizer, open_turn("Hi", draft.tokenizer) + so_far, meant))
             continued = writing.draft().ids
         joined = decode(target.tokenizer, ids[:end] + continued)
         if whole:

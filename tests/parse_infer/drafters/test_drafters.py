@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from parse_infer.drafters.cross_tokenizer import CrossTokenizerDraft
-from parse_infer.drafters.model_drafter import ModelDrafter
+from parse_infer.drafters.model_drafter import ModelDrafter, with_template
 from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
@@ -172,8 +172,7 @@ def test_a_base_model_uses_the_targets_chat_template(make_model, tokenizer, targ
 
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
     base = language_model(make_model("llama", seed=3), bare)
-    ModelDrafter(base, target)
-    assert base.render(PROMPT) == target.render(PROMPT)
+    assert with_template(base, target).render(PROMPT) == target.render(PROMPT) != base.render(PROMPT)
 
 
 def test_tokens_that_only_one_model_embeds(make_model, tokenizer, target):

@@ -26,6 +26,7 @@ from parse_infer.decoding.adaptive import MIN_SAMPLES
 from parse_infer.decoding.block_length import FIRST, BlockLength
 from parse_infer.engine import ParseEngine
 from parse_infer.evaluation import assisted
+from parse_infer.evaluation import figure as figures
 from parse_infer.evaluation.assisted import AssistantSettings, in_target_vocabulary
 from parse_infer.evaluation.mode_names import (
     DEFAULT_MODES,
@@ -35,6 +36,7 @@ from parse_infer.evaluation.mode_names import (
     check_modes,
     describe_mode,
     judge_of,
+    lossless_of,
 )
 from parse_infer.evaluation.modes import Mode, make_modes, problems_digest, read_draft, timed
 from parse_infer.evaluation.records import Record
@@ -45,9 +47,10 @@ from parse_infer.evaluation.statistics import (
     difference_interval,
     rate_ratio_interval,
     ratio_intervals,
+    share_interval,
     wilson_interval,
 )
-from parse_infer.evaluation.tables import category_table, header, terminal_tables
+from parse_infer.evaluation.tables import category_table, header, rows, terminal_tables
 from parse_infer.judge.registry import find_rule
 from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
@@ -148,6 +151,24 @@ def test_wilson_interval_has_width_at_the_ends_and_holds_the_share():
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
     with pytest.raises(ValueError, match="must not be greater than"):
         wilson_interval(3, 2)
+
+
+@pytest.mark.parametrize(("n", "k", "a", "b"), [(30, 2, 49, 1), (100, 4, 199, 1), (100, 4, 0.5, 0.2), (50, 8, 2, 1)])
+def test_the_interval_of_samples_covers_their_share_and_difference(n, k, a, b):
+    """Also where nearly all are right, and where the samples of a problem are alike."""
+    generator, held, apart = np.random.default_rng(1), 0, 0
+    for _ in range(300):
+        chance = generator.beta(a, b, n)
+        worse = np.clip(chance - 0.05 * generator.random(n), 0, 1)
+        theirs, ours = (generator.binomial(k, each) / k for each in (chance, worse))
+        low, high = share_interval(theirs, k)
+        held += low <= a / (a + b) <= high
+        low, high = difference_interval(ours, theirs, samples=k)
+        apart += low <= (worse - chance).mean() <= high
+    assert held / 300 > 0.92 and apart / 300 > 0.92, (held, apart)
+    alike = np.repeat([1.0, 0.0], [80, 20])
+    assert share_interval(alike, 8) == pytest.approx(wilson_interval(80, 100)), "samples that are alike add nothing"
+    assert share_interval(np.full(100, 0.8), 1) == pytest.approx(wilson_interval(80, 100))
 
 
 def test_bootstrap_is_paired_and_repeatable():
@@ -572,6 +593,9 @@ def test_settings_out_of_range_are_refused():
         BenchSettings(repeats=0)
 
 
+SAMPLED_TWICE: dict[str, Any] = {"sampling": {"temperature": 0.7}, "repeats": 2}
+
+
 def record(problem: str, mode: str, seconds: float, tokens: int, correct: bool | None = True, **more) -> Record:
     own = {"digest": problem, "repeat": 0, "text": "", "finish_reason": "eos", "target_forwards": 1, **more}
     return Record(problem_id=problem, mode=mode, correct=correct, seconds=seconds, n_tokens=tokens, **own)
@@ -628,6 +652,43 @@ def test_without_references_answers_are_compared_with_the_targets_own():
     assert (modes["target+draft"]["accuracy_diff"], modes["parse:whole"]["accuracy_diff"]) == (-1, 0)
 
 
+def test_nothing_is_compared_where_nothing_can_be():
+    """Samples differ by chance; without target and lossless speculation there is nothing to compare with."""
+
+    def one(mode: str, text: str, problem: str = "a", repeat: int = 0) -> Record:
+        return replace(record(problem, mode, 1.0, 10, text=text, repeat=repeat), correct=None)
+
+    for records, environment in (
+        ([one("parse:whole", "x"), one("parse-min-p", "x")], {}),
+        ([one(m, f"{m}{i}", repeat=i) for m in ("target", "parse:whole") for i in (0, 1)], SAMPLED_TWICE),
+    ):
+        results = summarise(records, ["a"], {**environment, "problems": 1})
+        assert {m["accuracy"] for m in results["modes"].values()} == {None}
+        assert all(row[1:3] == ["", ""] for row in rows(results["modes"])), "no share, and no difference"
+    single = summarise([one("target", "x"), one("parse:whole", "x")], ["a"], {})["modes"]["parse:whole"]
+    assert single["speedup"] == 1 and single["speedup_ci"] is None, "one problem has no spread"
+
+
+def test_lossless_speculation_with_sizes_is_the_baseline_where_it_is_alone():
+    records = [record("a", "target+draft:tokens=12", 2.0, 100), record("a", "parse:whole", 1.0, 100)]
+    assert summarise(records, ["a"], {})["modes"]["parse:whole"]["over_lossless"] == 2
+    assert lossless_of(["target+draft:tokens=12", "target+draft"]) == "target+draft"
+    assert lossless_of(["target", "target+lookup"]) is None
+
+
+def test_a_category_counts_problems_and_the_figure_shows_every_mode(tmp_path, monkeypatch):
+    names = ["target", "target+lookup", "parse", "parse+lookup", "parse:whole"]
+    records = [record(p, mode, 1.0, 10, repeat=i) for mode in names for p in ("a", "b") for i in (0, 1)]
+    environment = SAMPLED_TWICE | {"modes": names, "problems": 2}
+    results = summarise(records, ["a", "b"], environment, {"a": "maths", "b": "code"})
+    assert [part["n"] for part in results["categories"].values()] == [1, 1]
+    shown: list[str] = []
+    point = figures._point
+    monkeypatch.setattr(figures, "_point", lambda *given: (shown.append(given[3]), point(*given)))
+    figures.draw_figure(results, tmp_path / "figure.png")
+    assert len(shown) == len(names) and {"target+lookup", "parse+lookup", "parse:whole"} <= set(shown)
+
+
 def test_the_median_of_repeats_counts():
     records = [record("a", "target", s, 10, repeat=i) for i, s in enumerate((1.0, 9.0, 2.0))]
     assert summarise(records, ["a"], {})["modes"]["target"]["tokens_per_s"] == 5
@@ -658,7 +719,8 @@ def test_all_samples_of_a_sampled_benchmark_count():
     assert (target["n"], target["accuracy"], parse["accuracy"], parse["accuracy_diff"]) == (2, 0.5, 0.75, 0.25)
     assert (target["pass_at_k"], parse["pass_at_k"]) == (0.5, 1.0)
     assert (target["distinct"], parse["distinct"]) == (1.0, 0.5)
-    assert parse["accuracy_diff_ci"] == (0.0, 0.5), "one problem gains nothing, the other half"
+    low, high = parse["accuracy_diff_ci"]
+    assert -0.5 < low < 0.25 < high < 1, "two problems, of which one gains nothing, show little"
     assert parse["speedup"] == parse["time_speedup"] == 2
 
 

@@ -179,10 +179,15 @@ def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
     [
         ({"schema_version": 99}, "schema version 99"),
         ({"logprobs": None}, "no logprobs: .* reads hidden states; train it again with recipes/train.yaml$"),
-        ({"logprobs": []}, "has incomplete logprobs"),
+        ({"logprobs": []}, "has a damaged logprobs"),
         ({"stream": {"head": {}}}, "has an incomplete stream"),
         ({"stream": None}, "does not match validity_config.json"),
         ({"target": None}, "no target"),
+        ({"target": "x"}, "damaged target"),
+        ({"stream": 5}, "damaged stream"),
+        ({"probability": 5}, "damaged probability"),
+        ({"probability": {"scale": None, "shift": 0}}, "needs a scale above 0"),
+        ({"cut_policy": None}, "damaged cut_policy"),
     ],
 )
 def test_a_wrong_configuration_is_named(target, folder, change, sentence):

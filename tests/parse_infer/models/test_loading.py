@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 from transformers import Phi3Config, PreTrainedTokenizerFast
@@ -21,6 +24,7 @@ from parse_infer.models.attention import SPLIT_ATTENTION
 from parse_infer.models.cpu import prepacked_linear
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import (
+    LanguageModel,
     context_window,
     end_tokens,
     load_language_model,
@@ -138,8 +142,33 @@ def test_compiling_is_for_a_gpu(saved):
 
 
 def test_a_dtype_that_does_not_exist(saved):
-    with pytest.raises(ValueError, match="'float7'"):
-        load_language_model(saved / "draft", role="draft", dtype="float7")
+    for dtype in ("float7", "float8_e4m3fn", "int32"):
+        with pytest.raises(ValueError, match=f"dtype is '{dtype}'; it must be 'auto'"):
+            load_language_model(saved / "draft", role="draft", dtype=dtype)
+
+
+def test_what_is_no_option_is_named(saved):
+    for options, message in (
+        ({"device": "meta"}, "The device 'meta' holds no weights"),
+        ({"quantization_config": "bitsandbytes"}, "quantization_config is 'bitsandbytes'; give"),
+        ({"template_options": ["enable_thinking"]}, r"template_options are \['enable_thinking'\]; give names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_language_model(saved / "target", role="target", **options)
+
+
+def test_what_is_no_model_is_named(make_model, tokenizer, random_adapter, tmp_path):
+    model = make_model("llama")
+    wrapped = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"'own' is a PeftModel.*: of a peft model pass model.merge_and_unload"):
+        LanguageModel("own", wrapped.eval(), tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer of 'own' is a NoneType"):
+        LanguageModel("own", model, None)
+    with pytest.raises(ValueError, match=r"'own' is in training mode, .* call model.eval"):
+        LanguageModel("own", copy.deepcopy(model).train(), tokenizer)
+    adapter = random_adapter(model).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is a validity adapter, not a language model: pass it as"):
+        load_language_model(adapter, role="draft")
 
 
 def test_names(tmp_path, monkeypatch):
@@ -186,6 +215,34 @@ def test_a_folder_without_a_config(broken):
 def test_a_half_written_config(broken):
     (broken / "config.json").write_text('{"model_type": "lla')
     assert "config.json" in (text := load_broken(broken)) and "not valid JSON" in text
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": [1, ', "[]"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_damaged_configuration_drops_no_end_token(broken, name, content):
+    (broken / name).write_text(content)
+    text = load_broken(broken)
+    assert f"/{name}'" in text and ("not valid JSON" in text or "holds no JSON object" in text)
+    with pytest.raises(ValueError, match=name):
+        load_served_model(broken)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_damaged_weights_of_torch_are_one_sentence(broken, content):
+    (broken / "model.safetensors").unlink()
+    (broken / "pytorch_model.bin").write_bytes(content)
+    assert "damaged or incomplete" in load_broken(broken)
+
+
+def test_the_reason_is_named_and_not_the_tokenizer(broken):
+    config = json.loads((broken / "config.json").read_text())
+    for key, value, reason in (
+        ("hidden_size", "64", r"The configuration of .*'hidden_size'"),
+        ("hidden_act", "silu2", r"The model .* cannot be loaded: KeyError 'silu2'"),
+        ("intermediate_size", 2 * config["intermediate_size"], "the shapes of its tensors are not those of"),
+    ):
+        (broken / "config.json").write_text(json.dumps(config | {key: value}))
+        assert re.search(reason, load_broken(broken)), key
 
 
 def test_a_folder_without_weights(broken):
@@ -403,7 +460,7 @@ def test_a_revision_of_a_model_on_the_hub(make_model, tokenizer, tmp_path, monke
     engine = ParseEngine.from_pretrained("owner/model", "owner/model", revision="older", draft_revision="main")
     weights = [model.model.lm_head.weight for model in (engine.target, engine.draft)]
     assert not torch.equal(*weights)
-    with pytest.raises(OSError, match=r"^The tokenizer of 'owner/model' cannot be loaded: "):
+    with pytest.raises(OSError, match=r"^The configuration of 'owner/model' cannot be loaded: "):
         load_language_model("owner/model", role="target", revision="unknown")
     with pytest.raises(ValueError, match=r"^revision is 'older', but '.*' is on this machine"):
         load_language_model(folders["main"], role="target", revision="older")

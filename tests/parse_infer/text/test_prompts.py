@@ -21,6 +21,7 @@ from parse_infer.text.prompts import (
     Verbatim,
     changed_option,
     end_of_turn,
+    left_context,
     open_turn,
     prompt_text,
     render_prompt,
@@ -106,7 +107,7 @@ def test_known_tokens_are_not_rendered_again(thinking):
     assert copy.copy(thinking).render(prompt) == thinking.render(USER)
     begun = [*USER, {"role": "assistant", "content": "It is"}]
     for inner in (begun, Chat(begun, {}), Verbatim("It is")):
-        assert open_turn(RenderedPrompt(inner)) == open_turn(inner) == "It is"
+        assert open_turn(RenderedPrompt(inner), thinking.tokenizer) == open_turn(inner, thinking.tokenizer) == "It is"
 
 
 @pytest.mark.parametrize(
@@ -247,3 +248,13 @@ def test_models_that_add_other_tokens_read_texts_unlike(make_model, tokenizer):
         assert reads_alike(one, other, prompt) == alike
     assert not reads_alike(one, other, Chat(USER, {}, add_special_tokens=True))
     assert reads_alike(one, one, Verbatim("a")) and prompt_text(one.tokenizer, one.render(Verbatim("a"))) == "a"
+
+
+def test_without_a_template_the_answer_continues_the_text(tokenizer):
+    """Of some tokenizers a first token loses its space where an answer begins a turn."""
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    assert open_turn("Once", bare) == "Once" and list(left_context("Once", [5, 6], bare)) == [5, 6]
+    bare.chat_template = "{{ messages }}"
+    assert open_turn("Once", bare) == "" and not left_context("Once", [5, 6], bare)
+    assert open_turn([{"role": "assistant", "content": "So"}], bare) == open_turn(Verbatim("So"), bare) == "So"

@@ -97,6 +97,17 @@ def test_a_draft_model_reads_what_it_would_render_itself(make_engine, make_model
     assert len(rendered) <= (0 if alike and change == "nothing" else 1)
 
 
+def test_the_targets_template_serves_the_draft_model_of_one_engine_only(make_engine, make_model, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    draft = language_model(make_model("llama", seed=3), bare, "draft")
+    target = make_engine().target
+    assert target.tokenizer.chat_template is not None
+    engine = ParseEngine.from_models(target, draft)
+    assert engine.draft.encode("Hi") == target.encode("Hi") != draft.encode("Hi")
+    assert draft.tokenizer.chat_template is None, "the caller's own model is as it was"
+
+
 def test_tokens_that_the_draft_model_does_not_have_are_still_refused(make_engine, make_model, tokenizer):
     engine = make_engine()
     wide = language_model(printable(make_model("llama", seed=3, vocab_size=300), tokenizer), tokenizer, "wide")

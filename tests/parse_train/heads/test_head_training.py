@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import EvalPrediction
 
 from data_tools.recipe_parser import read_recipe
@@ -18,7 +19,8 @@ from parse_infer.speculation.medusa import MedusaDrafter
 from parse_infer.speculation.registry import load_token_drafter
 from parse_train.heads.train_eagle import EagleModel
 from parse_train.heads.train_medusa import MedusaModel
-from parse_train.heads.training import head_metrics, start_from_output
+from parse_train.heads.training import HeadTrainer, head_metrics, start_from_output
+from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import collate
 from parse_train.training_config import IGNORED
 from tests.parse_infer.language_models import language_model
@@ -121,6 +123,35 @@ def test_later_steps_weigh_less(lm, random_ids):
     assert decaying == pytest.approx((first + 0.25 * second) / 1.25) and abs(first - second) > 1e-3
 
 
+def test_accumulated_parts_weigh_by_their_tokens(lm, random_ids, tmp_path):
+    """A step over a short and a long answer is the same at once and one after the other."""
+    rows = [{"input_ids": random_ids(length, length), "start": 2} for length in (6, 30)]
+
+    def gradient(at_once: int, parts: int) -> torch.Tensor:
+        _, config = load_recipe(
+            "recipes/medusa.yaml",
+            [
+                *("--output_dir", str(tmp_path), "--report_to", "none", "--max_steps", "1", "--save_strategy", "no"),
+                *("--per_device_train_batch_size", str(at_once), "--gradient_accumulation_steps", str(parts)),
+                *("--learning_rate", "0", "--max_grad_norm", "0", "--train_sampling_strategy", "sequential"),
+            ],
+        )
+        torch.manual_seed(0)
+        model, found = MedusaModel(lm, make_heads(lm, heads=1), 1, 0.9), {}
+
+        class Noting(HeadTrainer):
+            def training_step(self, *given, **named):
+                loss = super().training_step(*given, **named)
+                found.update({n: p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None})
+                return loss
+
+        Noting(model, config, train_dataset=Dataset.from_list(rows), data_collator=collate).train()
+        return torch.cat([found[name] for name in sorted(found)])
+
+    whole, parts = gradient(2, 1), gradient(1, 2)
+    torch.testing.assert_close(parts, whole, rtol=0.05, atol=0.02 * whole.abs().max().item())
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "parallel", "medusa"])
 def test_a_head_of_another_dtype_than_the_models(lm, random_ids, kind):
     """As under DeepSpeed, which makes the head bfloat16 and leaves out autocast."""
@@ -189,6 +220,9 @@ def test_the_recipe_runs_resumes_and_writes_a_head(recipe, tmp_path: Path, capsy
         assert drafter.head.config.parallel_drafting == ("parallel" in recipe)
     assert main([*arguments, "--seed", "5"]) == 2
     assert "was begun with seed 0, not 5" in capsys.readouterr().err
+    answers.write_text(written.replace('"input_ids": [', '"input_ids": [5, ', 1))
+    assert main(arguments) == 2, "other answers, as of other weights"
+    assert "holds checkpoints of a training with examples" in capsys.readouterr().err
 
 
 def test_held_out_problems_are_no_training_problems(tmp_path: Path, capsys):

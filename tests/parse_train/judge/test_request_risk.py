@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_tools.tasks.registry import load_task
 from parse_infer import tracking
@@ -17,6 +18,7 @@ from parse_infer.errors import ParseError
 from parse_infer.models.names import collection_folder
 from parse_infer.models.train_problems import TRAIN_PROBLEMS
 from parse_train import training_run
+from parse_train.judge import request_risk
 from parse_train.judge.build_info import BuildInfo, read_build_info
 from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.request_risk import calibrate_requests
@@ -91,6 +93,16 @@ def test_labels_from_own_answers_are_calibrated_without_references(config, tmp_p
     (tmp_path / "build.json").write_text(json.dumps({"config": made}))
     calibrate_requests(config, read_build_info(str(tmp_path)))
     assert capsys.readouterr().out == f"the adapter is not calibrated: the loss is {loss}\n"
+
+
+def test_without_memory_for_it_the_training_is_finished_all_the_same(config, monkeypatch, capsys):
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(request_risk.ParseEngine, "from_pretrained", full)
+    build = BuildInfo(task="gsm_symbolic", target=TARGET, draft={"name": "zoo:draft"})
+    calibrate_requests(replace(config, calibration_problems=60), build)
+    assert "the adapter is not calibrated: out of memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,32 @@ def test_the_first_judge_is_trained_before_it(build, tmp_path, capsys):
     assert judge.head.config == trunk.head.config and trunk.head.config.width == 16 and trunk.head.config.k == 3
     assert judge.train_problems == trunk.train_problems
     assert not (tmp_path / "elsewhere").exists()
+    for kind in ("stream", "logprob"):  # of the same sizes, but corrected
+        again = recipe(build, tmp_path / "again", kind, start_from=str(tmp_path / "out" / "adapter"), width=16, k=3)
+        assert main([again, *OPTIONS]) == 2
+        assert "is no judge on log-probabilities alone: name" in capsys.readouterr().err
+    restart = ["--resume_from_checkpoint", "restart"]
+    narrow = recipe(build, tmp_path / "elsewhere", "logprob", width=8, max_steps=2, k=3)
+    more = [recipe(build, tmp_path / "out", start_from=narrow)]
+    assert main([*more, *options]) == 2 and "--resume_from_checkpoint restart" in capsys.readouterr().err
+    assert main([*more, *options, *restart]) == 0, capsys.readouterr().err
     other = recipe(build, tmp_path / "other")
     assert main([recipe(build, tmp_path / "again", start_from=other), *options]) == 2
     assert "is a recipe of kind stream, not logprob" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_correction_is_not_taken_to_another_trunk(build, tmp_path, capsys):
+    def trunk(rate: str) -> None:
+        steps = ["--max_steps", "2", "--learning_rate", rate, "--resume_from_checkpoint", "restart"]
+        assert main([recipe(build, tmp_path / "trunk", "logprob", k=3), *OPTIONS, *steps]) == 0
+
+    trunk("1e-3")
+    own = recipe(build, tmp_path / "out", start_from=str(tmp_path / "trunk" / "adapter"))
+    assert main([own, *OPTIONS, "--max_steps", "2"]) == 0, capsys.readouterr().err
+    trunk("3e-2")
+    assert main([own, *OPTIONS, "--max_steps", "2"]) == 2
+    assert "holds checkpoints of a training with examples" in capsys.readouterr().err
 
 
 @pytest.mark.slow
