@@ -93,6 +93,10 @@ class Run:
         values: dict[str, Any] = {
             key: tuple(v) if isinstance(v, list) else (v,) if key in _LISTS else v for key, v in settings.items()
         }
+        problems = {key: options.get(key, default) for key, default in _PROBLEMS.items()}
+        for key, number in {**values, **problems}.items():
+            if key in _NUMBERS and type(number) is not int:
+                raise ParseError(f"{key} of the comparison {name} is {number!r}; it must be a whole number")
         try:
             if isinstance(sampling := values.get("sampling"), dict):
                 _check_keys(sampling, [f.name for f in fields(Sampling)], "sampling")
@@ -100,10 +104,6 @@ class Run:
             own = ModelOptions(**models), CalibrationSettings(**values)
         except TypeError as error:
             raise ParseError(f"the comparison {name} has an option of another type: {error}") from None
-        problems = {key: options.get(key, default) for key, default in _PROBLEMS.items()}
-        for key, number in {**values, **problems}.items():
-            if key in _NUMBERS and type(number) is not int:
-                raise ParseError(f"{key} of the comparison {name} is {number!r}; it must be a whole number")
         return cls(name, dict(options), *own, problems, folder)
 
     @property

@@ -30,7 +30,7 @@ def to_columns(records: Sequence[Record], problem_ids: Sequence[str]) -> dict[st
     for mode, rows in modes.items():
         values = {name: [getattr(row, name) for row in rows] for name in _FIELDS}
         columns[mode] = {name: column for name, column in values.items() if column != [None] * len(rows)}
-        columns[mode]["correct"] = [int(right) for right in values["correct"]]
+        columns[mode]["correct"] = [right if right is None else int(right) for right in values["correct"]]
     repeats = 1 + max((record.repeat for record in records), default=0)
     return {"problems": list(problem_ids), "repeats": repeats, "modes": columns}
 

@@ -365,9 +365,9 @@ def test_without_timed_problems_there_is_no_speed(tmp_path: Path):
         ("fly.yaml", "risks: [2]", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "risks: 2", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "sampling: {temp: 0.6}", "'temp' is no option of sampling; "),
-        ("fly.yaml", "samples: '2'", "samples"),
+        ("fly.yaml", "samples: '2'", "samples of the comparison fly is '2'; it must be a whole number"),
         ("fly.yaml", "limit: many", "limit of the comparison fly is 'many'; it must be a whole number"),
-        ("fly.yaml", "blocks: [{}]", "block_tokens is {}"),
+        ("fly.yaml", "blocks: [{}]", "the comparison fly has an option of another type"),
         ("pair.yaml", None, "there is no comparison/tiny/pair.yaml"),
     ],
 )

@@ -318,7 +318,7 @@ def test_folders_know_how_they_were_begun(make: Make, make_config: Make, serve: 
         (
             {"fault": lambda number: "garbage" if number else None},
             {"logprobs": 5},
-            r"cannot read drafts: .*logprobs to 0",
+            "cannot supply log-probabilities: its response has no prompt_logprobs",
         ),
         ({"fault": lambda number: "garbage"}, {}, r"does not continue a prompt: http\S* sent no completion"),
         ({"key": "secret"}, {}, r"http\S* rejects a request \(401\): Invalid API key.: set .* OPENAI_API_KEY"),

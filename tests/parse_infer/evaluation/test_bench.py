@@ -678,7 +678,8 @@ def test_lossless_speculation_with_sizes_is_the_baseline_where_it_is_alone():
 
 def test_a_category_counts_problems_and_the_figure_shows_every_mode(tmp_path, monkeypatch):
     names = ["target", "target+lookup", "parse", "parse+lookup", "parse:whole"]
-    records = [record(p, mode, 1.0, 10, repeat=i) for mode in names for p in ("a", "b") for i in (0, 1)]
+    drafted = {"draft_tokens": 10, "accepted_tokens": 5}
+    records = [record(p, mode, 1.0, 10, repeat=i, **drafted) for mode in names for p in ("a", "b") for i in (0, 1)]
     environment = SAMPLED_TWICE | {"modes": names, "problems": 2}
     results = summarise(records, ["a", "b"], environment, {"a": "maths", "b": "code"})
     assert [part["n"] for part in results["categories"].values()] == [1, 1]
