@@ -87,7 +87,9 @@ def _paired_shares(ours: NDArray[np.float64], theirs: NDArray[np.float64], sampl
     n, a, b = len(ours), float(ours.mean()), float(theirs.mean())
     spread = math.sqrt(ours.var() * theirs.var())
     covariance = float((ours * theirs).mean()) - a * b
-    phi = (max(covariance - 0.5 / n, 0) if covariance > 0 else covariance) / spread if spread else 0.0  # continuity
+    # The continuity correction is half an answer.
+    least = max(covariance - 0.5 / (n * samples), 0) if covariance > 0 else covariance
+    phi = least / spread if spread else 0.0
     (low_a, high_a), (low_b, high_b) = share_interval(ours, samples), share_interval(theirs, samples)
 
     def width(x: float, y: float) -> float:
