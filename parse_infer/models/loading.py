@@ -464,8 +464,10 @@ def _base_weights(
             **{"device_map": {"": device} if direct else None, **chosen},
         )
     except (SafetensorError, UnpicklingError, EOFError) as error:
+        # torch advises to load a damaged file as a program.
+        reason = first_sentence(error) if isinstance(error, SafetensorError) else f"{type(error).__name__}."
         raise ModelError(
-            f"The weights of {source.shown} are damaged or incomplete ({first_sentence(error)}) "
+            f"The weights of {source.shown} are damaged or incomplete ({reason}) "
             f"Delete the files and download or save the model again."
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:

@@ -137,8 +137,8 @@ def test_answers_of_other_settings_or_models_do_not_mix(models, tmp_path, capsys
     command = ["generate", "--file", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), *models]
     command += ["--max-new-tokens", "6", "--threshold", "0.9"]
     assert main(command) == main(command) == 0, capsys.readouterr().err
-    for option, value in {"threshold": "0", "dtype": "bfloat16", "target-drafter": "lookup"}.items():
-        change, key = [f"--{option}", value], option.removeprefix("target-")
+    drafter = {"drafters": ["--target-drafter", "lookup"]}
+    for key, change in ({"threshold": ["--threshold", "0"], "dtype": ["--dtype", "bfloat16"]} | drafter).items():
         assert main([*command, *change]) == 2
         assert f"holds a run of answers with {key} " in capsys.readouterr().err
 

@@ -66,13 +66,14 @@ def test_a_continued_text_keeps_its_first_space():
     text, words = "Once upon a time there was", llama_tokenizer()
     ids = words.encode(text)
     for n in range(1, len(ids)):
-        before = left_context(Verbatim("Once"), ids[:n])
+        before = left_context(Verbatim("Once"), ids[:n], words)
         answer = Answer(words, {0}, ["was"], 99, before)
         assert words.decode(ids[:n]) + "".join(answer.preview(ids[n:], [len(ids) - n])) == text
         for token in ids[n:]:
             answer.add([token], "target")
         assert words.decode(ids[:n]) + answer.text == text and answer.finish_reason == "stop"
-    assert list(left_context("Once", ids)) == []  # a turn of its own begins without a space
+    words.chat_template = "{{ messages[0].content }}"
+    assert list(left_context("Once", ids, words)) == []  # a turn of its own begins without a space
 
 
 def test_nothing_after_the_end_of_a_draft_is_kept(tokenizer):
