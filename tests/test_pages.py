@@ -33,8 +33,8 @@ LAUNCHERS = ("accelerate", "torchrun", "python")
 LESS = {
     "parse-infer bench": "--limit 1 --thresholds none --max-new-tokens 24",
     "parse-infer generate": "--max-new-tokens 256",  # the embedded calibrations cover no smaller budget
-    "parse-infer calibrate": "--limit 46 --risk 0.05 --block-tokens whole --loss disagreement --temperature 0 --top-p 1 "
-    "--top-k 0 --samples 1 --max-new-tokens 8",
+    "parse-infer calibrate": "--limit 46 --risk 0.05 --block-tokens whole --loss disagreement --temperature 0 "
+    "--top-p 1 --top-k 0 --samples 1 --max-new-tokens 8",
     "parse-infer cost": "--rounds 1",
     "parse-data build": "--limit 24 --problems_per_group 8 --max_draft_tokens 128",
     "stream": "--max_steps 1 --min_wrong_drafts 1 --calibration_problems 0 --report_to none --use_cpu true",
