@@ -71,9 +71,8 @@ def calibrate(
         engine.backend.check(GenerationSettings(block_tokens=length), ())
     if settings.batch_size > 1:
         joint_decoder(engine, [engine.backend.judge], settings)  # raises
-    digest = hashlib.sha256(
-        json.dumps([[p.id, p.prompt, getattr(p, "reference", None)] for p in problems]).encode()
-    ).hexdigest()[:16]
+    asked = [[p.id, p.prompt, getattr(p, "reference", None)] for p in problems]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     config = {
         **{name: getattr(settings, name) for name in ("loss", "blocks", "acceptance", "max_new_tokens", "majority")},
         **({} if settings.sampling.greedy else {"sampling": asdict(settings.sampling), "samples": settings.samples}),

@@ -174,9 +174,8 @@ def bench(
     needs_draft, needs_judge = needs(benchmark.modes)
     if zero_shot_threshold is not None and "parse-zero-shot" not in map(base_of, benchmark.modes):
         raise ParseError("--zero-shot-threshold is for the mode parse-zero-shot: name it in --modes")
-    if (models.threshold is not None or risk is not None) and not set(map(base_of, benchmark.modes)) & {
-        *NEEDS_ADAPTER
-    }:
+    judged = any(base_of(mode) in NEEDS_ADAPTER for mode in benchmark.modes)
+    if (models.threshold is not None or risk is not None) and not judged:
         raise ParseError(
             f"--{'threshold' if risk is None else 'risk'} is for the modes {' and '.join(NEEDS_ADAPTER)}, and --modes "
             "names neither; the thresholds of rules are those of --thresholds"
