@@ -168,6 +168,9 @@ def test_the_interval_of_samples_covers_their_share_and_difference(n, k, a, b):
     assert held / 300 > 0.92 and apart / 300 > 0.92, (held, apart)
     alike = np.repeat([1.0, 0.0], [80, 20])
     assert share_interval(alike, 8) == pytest.approx(wilson_interval(80, 100)), "samples that are alike add nothing"
+    assert share_interval(np.ones(20), 4) == pytest.approx(wilson_interval(20, 20)), "nor where they do not differ"
+    low, high = difference_interval(alike * 0.75, alike * 0.75, samples=4)
+    assert low < -0.005 and high > 0.005, "equal shares of few problems are not surely equal"
     assert share_interval(np.full(100, 0.8), 1) == pytest.approx(wilson_interval(80, 100))
 
 

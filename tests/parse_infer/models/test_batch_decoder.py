@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, BatchRow, Contexts
 from parse_infer.models.decoder import Decoder
-from parse_infer.models.token_sampling import RowSampling, uniform_numbers
+from parse_infer.models.token_sampling import RowSampling, choose, uniform_numbers
 from parse_infer.settings.sampling import Sampling, seed_of
 
 EOS = set(range(0, 260, 6))  # many, or random models would seldom write one
@@ -209,6 +209,11 @@ def test_extreme_numbers_choose_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]] * 3)
     settings = RowSampling([Sampling(temperature=1.0, seed=0)] * 2 + [Sampling()], torch.device("cpu"))
     assert settings.choose(logits, [0.0, 1.0, 0.0]).tolist() == [1, 2, 2]
+    least = Sampling(temperature=1.0, top_p=1e-50, seed=0)
+    assert choose(logits, least).tolist() == [2, 2, 2], "the first choice stays, however small top_p"
+    assert RowSampling([least] * 3, torch.device("cpu")).choose(logits, [0.0, 0.5, 1.0]).tolist() == [2, 2, 2]
+    with pytest.raises(ValueError, match=r"temperature must be a number from 0 \(greedy\) to 1,000,000, not 1e\+39"):
+        Sampling(temperature=1e39)
 
 
 def test_seeds_and_draws_are_stable() -> None:
