@@ -98,7 +98,11 @@ class Run:
             if key in _NUMBERS and type(number) is not int:
                 raise ParseError(f"{key} of the comparison {name} is {number!r}; it must be a whole number")
         try:
-            if isinstance(sampling := values.get("sampling"), dict):
+            if (sampling := values.get("sampling")) is not None:
+                if not isinstance(sampling, dict):
+                    raise ParseError(
+                        f"sampling of the comparison {name} is {sampling!r}; give it as {{temperature: 1}}"
+                    )
                 _check_keys(sampling, [f.name for f in fields(Sampling)], "sampling")
                 values["sampling"] = Sampling(**sampling)
             own = ModelOptions(**models), CalibrationSettings(**values)

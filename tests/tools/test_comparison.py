@@ -365,6 +365,7 @@ def test_without_timed_problems_there_is_no_speed(tmp_path: Path):
         ("fly.yaml", "risks: [2]", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "risks: 2", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "sampling: {temp: 0.6}", "'temp' is no option of sampling; "),
+        ("fly.yaml", "sampling: 0.6", "sampling of the comparison fly is 0.6; give it as {temperature: 1}"),
         ("fly.yaml", "samples: '2'", "samples of the comparison fly is '2'; it must be a whole number"),
         ("fly.yaml", "limit: many", "limit of the comparison fly is 'many'; it must be a whole number"),
         ("fly.yaml", "blocks: [{}]", "the comparison fly has an option of another type"),
