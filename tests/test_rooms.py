@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parse_infer/judge",),
     ("parse_infer/request",),
     ("parse_infer/decoding",),
-    ("parse_infer/drafters", "parse_infer/speculation"),
+    ("parse_infer/drafters", "parse_infer/token_drafters"),
     ("parse_infer/calibration",),
     ("data_tools/tasks", "parse_infer/backends"),
     ("parse_infer: engine",),

@@ -30,7 +30,7 @@ from parse_infer.errors import ParseError
 from parse_infer.judge.judge import Judge
 from parse_infer.models.environment import describe_run
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from parse_infer.files import replacing_folder, write_json
-from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config, read_weights
+from parse_infer.token_drafters.head_files import CONFIG, WEIGHTS, read_config, read_weights
 
 
 def convert(head: str | Path, folder: str | Path, vocab_size: int) -> Path:

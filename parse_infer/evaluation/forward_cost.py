@@ -34,12 +34,12 @@ from parse_infer.models.loading import LanguageModel, load_config
 from parse_infer.models.names import resolve
 from parse_infer.models.timing import Step, measure
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import read_tree
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
-from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
-from parse_infer.speculation.proposer import TokenProposer, TokenTree
 from parse_infer.text.cuts import Segmenter
+from parse_infer.token_drafters.decode import read_tree
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.eagle_head import EagleConfig, EagleHead
+from parse_infer.token_drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
+from parse_infer.token_drafters.proposer import TokenProposer, TokenTree
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -252,5 +252,5 @@ def cost_report(seconds: dict[str, list[float]], drafted: int) -> tuple[Table, s
         f"A fully accepted draft of {drafted} tokens is {alone / (draft + median[PREFILL]):.2f} times as fast as the "
         f"target alone, {alone / (draft + median[PACKED]):.2f} times under a judge with a second stream; with a free "
         f"draft, {alone / median[PREFILL]:.1f} and {alone / median[PACKED]:.1f} times. Pays from: break-even of a "
-        "token proposer in tokens per target forward."
+        "token drafter in tokens per target forward."
     )

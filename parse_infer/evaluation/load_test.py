@@ -30,8 +30,8 @@ from parse_infer.files import write_json, write_text
 from parse_infer.models.environment import describe_run
 from parse_infer.request.events import Accepted, Done, Resumed
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.speculation.medusa import MedusaConfig
-from parse_infer.speculation.registry import check_head_name, find_head, is_medusa, split_name
+from parse_infer.token_drafters.medusa import MedusaConfig
+from parse_infer.token_drafters.registry import check_head_name, find_head, is_medusa, split_name
 
 _TOKENS = 3
 _NGRAM = "ngram"

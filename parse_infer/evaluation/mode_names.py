@@ -18,8 +18,8 @@ from parse_infer.errors import ParseError
 from parse_infer.evaluation.assisted import AssistantSettings
 from parse_infer.judge.registry import RULES, find_rule
 from parse_infer.settings.generation import BlockTokens
-from parse_infer.speculation.registry import check_token_drafter, split_name
 from parse_infer.suggest import suggestion
+from parse_infer.token_drafters.registry import check_token_drafter, split_name
 
 RULE_MODES = {f"parse-{name.replace('_', '-')}": name for name in RULES}
 """Modes with a judge without training, and its name in the registry."""

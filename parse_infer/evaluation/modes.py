@@ -40,8 +40,8 @@ from parse_infer.request.output import Generation
 from parse_infer.settings.acceptance import check_threshold
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import seed_of
-from parse_infer.speculation.registry import load_token_drafter
 from parse_infer.text.prompts import Prompt
+from parse_infer.token_drafters.registry import load_token_drafter
 
 Answer = Callable[[Prompt], Generation]
 

@@ -56,8 +56,7 @@ class GenerationSettings:
         "After the accepted cut, also keep draft tokens up to the first mismatch with the target's greedy choice; no "
         "effect with sampling.",
     )
-    """`parse_infer.speculation.rejected_draft` proposes the tokens after the mismatch. No answer changes (in float32).
-    """
+    """`token_drafters.rejected_draft` proposes the tokens after the mismatch. No answer changes (in float32)."""
     block_tokens: BlockTokens = setting(
         "auto",
         "Draft tokens that the target reads at once. At the first rejected token of a block the target's own token "

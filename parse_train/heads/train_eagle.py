@@ -17,7 +17,7 @@ from torch import Tensor
 from parse_infer.errors import ParseError
 from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
+from parse_infer.token_drafters.eagle_head import EagleConfig, EagleHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, check_head_share, train_head
 
 

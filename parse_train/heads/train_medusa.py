@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parse_infer.errors import ParseError
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.medusa import MedusaConfig, MedusaHead
+from parse_infer.token_drafters.medusa import MedusaConfig, MedusaHead
 from parse_train.heads.training import HeadModel, HeadTrainingConfig, train_head
 
 

@@ -23,8 +23,8 @@ from parse_infer.errors import ParseError
 from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.fingerprint import fingerprint
 from parse_infer.models.loading import LanguageModel, load_language_model
-from parse_infer.speculation.eagle_head import EagleHead
-from parse_infer.speculation.medusa import MedusaHead
+from parse_infer.token_drafters.eagle_head import EagleHead
+from parse_infer.token_drafters.medusa import MedusaHead
 from parse_train import checkpoints, training_run
 from parse_train.length_sampler import EpochLengthSampler
 from parse_train.muon import MuonWithAdamW

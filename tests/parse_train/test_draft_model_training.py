@@ -15,7 +15,7 @@ from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.engine import ParseEngine
 from parse_infer.models.loading import load_language_model
 from parse_infer.models.train_problems import train_problems_of
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from parse_train.__main__ import main
 from parse_train.train_draft_model import agreement, right_tokens
 from tests.parse_infer.language_models import cycling, word_tokenizer

@@ -19,7 +19,7 @@ from parse_infer.judge.adapter_files import judge_fingerprint, model_card, read_
 from parse_infer.judge.rules.min_p import MinP
 from parse_infer.models.names import PUBLIC_MODEL, collection_folder, resolve
 from parse_infer.settings.generation import GenerationSettings
-from tests.parse_infer.speculation.trained_heads import save_head
+from tests.parse_infer.token_drafters.trained_heads import save_head
 
 HEADS = ("eagle3", "parallel", "medusa")
 DRAFTERS = ("lookup", "draft", *HEADS)

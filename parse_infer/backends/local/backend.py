@@ -33,9 +33,9 @@ from parse_infer.request.output import Source
 from parse_infer.request.request import Request
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import BlockTokens, GenerationSettings
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
-from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.text.cuts import CutPolicy, Segmenter
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.proposer import TokenProposer
 
 log = logging.getLogger("parse_infer.backends")
 

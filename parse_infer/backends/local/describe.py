@@ -13,8 +13,8 @@ from parse_infer.models.cpu.int8_linear import Int8Linear
 from parse_infer.models.cpu.prepacked_linear import n_parameters
 from parse_infer.models.fingerprint import fingerprint, fingerprint_of
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.text.cuts import CutPolicy
+from parse_infer.token_drafters.proposer import TokenProposer
 
 
 def describe_models(

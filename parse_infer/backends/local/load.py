@@ -19,9 +19,9 @@ from parse_infer.models.loading import LanguageModel, find_model, load_language_
 from parse_infer.models.names import resolve
 from parse_infer.models.token_map import token_map
 from parse_infer.models.train_problems import train_problems_of
-from parse_infer.speculation.proposer import TokenProposer
-from parse_infer.speculation.registry import check_token_drafter, load_token_drafter
 from parse_infer.text.thinking import find_marks
+from parse_infer.token_drafters.proposer import TokenProposer
+from parse_infer.token_drafters.registry import check_token_drafter, load_token_drafter
 
 
 def load_backend(

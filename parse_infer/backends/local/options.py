@@ -28,7 +28,7 @@ class LocalOptions(BackendOptions):
     """As in transformers, the target's file in its folder or repository."""
     target_drafter: str | None = AUTO
     """Token drafter for the tokens that the target writes itself: "lookup", "draft", or the folder or id of a head
-    (`parse_infer.speculation.registry`). Greedy tokens stay the same (in float32), sampled tokens keep their
+    (`parse_infer.token_drafters.registry`). Greedy tokens stay the same (in float32), sampled tokens keep their
     distribution. "auto" selects "draft" if all tokens of the draft model are tokens of the target. None: none."""
     device: str | torch.device | None = None
     dtype: str | torch.dtype = "auto"

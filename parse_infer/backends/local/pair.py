@@ -14,8 +14,8 @@ from parse_infer.judge.verifier import Verification, Verifier
 from parse_infer.models.devices import wait_for
 from parse_infer.models.loading import LanguageModel
 from parse_infer.request.request import Request
-from parse_infer.speculation.proposer import TokenProposer
-from parse_infer.speculation.rejected_draft import RejectedDraft
+from parse_infer.token_drafters.proposer import TokenProposer
+from parse_infer.token_drafters.rejected_draft import RejectedDraft
 
 
 class LocalModelPair:

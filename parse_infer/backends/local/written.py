@@ -8,8 +8,8 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_sampling import random_generator
 from parse_infer.request.output import Source
 from parse_infer.request.request import Request
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.proposer import TokenProposer
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.proposer import TokenProposer
 
 
 def written(

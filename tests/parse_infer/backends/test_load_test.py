@@ -13,8 +13,8 @@ from PIL import Image
 from parse_infer.backends.pool.retries import Unavailable
 from parse_infer.evaluation.load_test import LoadTest, check_server_modes, run_clients, server_of
 from parse_infer.settings.generation import GenerationSettings
-from tests.parse_infer.speculation.test_eagle import make_head
-from tests.parse_infer.speculation.test_medusa import make_heads
+from tests.parse_infer.token_drafters.test_eagle import make_head
+from tests.parse_infer.token_drafters.test_medusa import make_heads
 from tools.medusa_for_vllm import convert
 
 

@@ -27,7 +27,7 @@ from parse_infer.models.batch_decoder import Batch
 from parse_infer.settings.acceptance import ACCEPT_NOTHING
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from tests.parse_infer.calibration.test_calibration import Problem
 from tests.parse_infer.language_models import printable, reduced_pair, word_tokenizer
 

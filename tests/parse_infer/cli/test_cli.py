@@ -21,7 +21,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.evaluation.mode_names import DEFAULT_MODES
 from parse_infer.models.names import resolve
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
 from parse_train.__main__ import main as train_main
 from tests.parse_infer.language_models import reduced_pair, word_tokenizer
 from tests.wandb_runs import offline_runs

@@ -11,7 +11,7 @@ import pytest
 
 from parse_infer.decoding.adaptive import CLEAR_SPEEDUP, EXPLORE_EVERY, MIN_SAMPLES, Controller
 from parse_infer.settings.generation import GenerationSettings
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 
 BURST = MIN_SAMPLES + 2 * 31  # of 32 requests
 

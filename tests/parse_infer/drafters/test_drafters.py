@@ -16,9 +16,9 @@ from parse_infer.drafters.text import TextDrafter
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
-from parse_infer.speculation.rejected_draft import RejectedDraft
 from parse_infer.text.prompts import Verbatim
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
+from parse_infer.token_drafters.rejected_draft import RejectedDraft
 from tests.parse_infer.language_models import (
     TokenCount,
     crossing_tokenizer,

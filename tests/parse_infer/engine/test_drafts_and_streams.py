@@ -12,7 +12,7 @@ from parse_infer.engine import ParseEngine
 from parse_infer.request.events import Accepted, Drafted, Resumed, Verified
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from tests.parse_infer.engine.thresholds import PROMPT, greedy, partial_threshold, threshold_of_both
 from tests.parse_infer.language_models import (
     TokenCount,

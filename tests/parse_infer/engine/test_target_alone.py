@@ -14,8 +14,8 @@ from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.request.events import Interrupted
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.registry import load_token_drafter
 from parse_infer.text.prompts import Verbatim
+from parse_infer.token_drafters.registry import load_token_drafter
 from tests.parse_infer.engine.thresholds import PROMPT, greedy, partial_threshold
 from tests.parse_infer.language_models import (
     language_model,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from parse_infer.engine import ParseEngine
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from tests.parse_infer.engine.thresholds import PROMPT, partial_threshold
 
 

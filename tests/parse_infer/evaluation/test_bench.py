@@ -56,11 +56,11 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.text.cuts import CutPolicy
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.language_models import reduced_pair, resembling, word_tokenizer
-from tests.parse_infer.speculation.test_eagle import make_head
+from tests.parse_infer.token_drafters.test_eagle import make_head
 from tools.doc_tables import read_results
 
 KEYS = {

@@ -11,8 +11,8 @@ import pytest
 from parse_infer.cli.app import main
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
 from parse_infer.text.prompts import Verbatim
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
 from tests.parse_infer.lm_eval_tasks import QUESTIONS, own_tasks, write_apples
 
 from data_tools.tasks.lm_eval import tasks as lm_eval_tasks  # isort: skip  (after the skip where lm-eval is missing)

@@ -18,7 +18,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.growing_kv_cache import GrowingKVCache
 from parse_infer.models.token_sampling import RowSampling, choose
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.tree import branches
+from parse_infer.token_drafters.tree import branches
 from tests.parse_infer.language_models import TokenCount
 
 EOS = 258

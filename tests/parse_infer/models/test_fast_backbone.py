@@ -13,7 +13,7 @@ from parse_infer.models.cpu import fused_step, prepacked_linear
 from parse_infer.models.cpu.fast_backbone import FastBackbone
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.loading import load_language_model
-from parse_infer.speculation.tree import branches
+from parse_infer.token_drafters.tree import branches
 from tests.conftest import randomise
 
 SHAPE = {

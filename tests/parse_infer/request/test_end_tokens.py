@@ -12,7 +12,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.request.answer import Answer
 from parse_infer.settings.generation import GenerationSettings
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from tests.parse_infer.language_models import language_model
 
 PROMPT = "Tom has 5 apples."

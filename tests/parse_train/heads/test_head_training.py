@@ -14,9 +14,9 @@ from transformers import EvalPrediction
 
 from data_tools.recipe_parser import read_recipe
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.medusa import MedusaDrafter
-from parse_infer.speculation.registry import load_token_drafter
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.medusa import MedusaDrafter
+from parse_infer.token_drafters.registry import load_token_drafter
 from parse_train.heads.train_eagle import EagleModel
 from parse_train.heads.train_medusa import MedusaModel
 from parse_train.heads.training import HeadTrainer, head_metrics, start_from_output
@@ -24,8 +24,8 @@ from parse_train.recipe import load_recipe
 from parse_train.self_generated_data import collate
 from parse_train.training_config import IGNORED
 from tests.parse_infer.language_models import language_model
-from tests.parse_infer.speculation.test_eagle import make_head
-from tests.parse_infer.speculation.test_medusa import make_heads
+from tests.parse_infer.token_drafters.test_eagle import make_head
+from tests.parse_infer.token_drafters.test_medusa import make_heads
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import torch
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.medusa import MedusaDrafter
-from parse_infer.speculation.proposer import TokenProposer, TokenTree
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.medusa import MedusaDrafter
+from parse_infer.token_drafters.proposer import TokenProposer, TokenTree
 from tests.parse_infer.language_models import language_model
-from tests.parse_infer.speculation.test_eagle import make_head
-from tests.parse_infer.speculation.test_medusa import make_heads
+from tests.parse_infer.token_drafters.test_eagle import make_head
+from tests.parse_infer.token_drafters.test_medusa import make_heads
 
 Attach = Callable[[LanguageModel], TokenProposer]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.token_sampling import distribution, draw, random_generator, without
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.proposer import ROOT, TokenProposer, TokenTree
-from parse_infer.speculation.tree import branches
+from parse_infer.token_drafters.proposer import ROOT, TokenProposer, TokenTree
+from parse_infer.token_drafters.tree import branches
 
 
 def speculative_decode(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
 
 
 def searched(ids: Sequence[int], size: int, max_ngram: int, min_ngram: int) -> list[int]:

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.medusa import MedusaConfig, MedusaDrafter, MedusaHead
-from parse_infer.speculation.proposer import ROOT
-from parse_infer.speculation.registry import load_token_drafter
-from parse_infer.speculation.tree import likeliest_tree
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.medusa import MedusaConfig, MedusaDrafter, MedusaHead
+from parse_infer.token_drafters.proposer import ROOT
+from parse_infer.token_drafters.registry import load_token_drafter
+from parse_infer.token_drafters.tree import likeliest_tree
 from tests.parse_infer.language_models import language_model
-from tests.parse_infer.speculation.test_eagle import make_head as make_eagle_head
+from tests.parse_infer.token_drafters.test_eagle import make_head as make_eagle_head
 
 
 @pytest.fixture(params=["llama_gqa", "qwen3"])

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from parse_infer.errors import ModelError
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.head_files import (
+from parse_infer.token_drafters.head_files import (
     check_shape,
     known_fields,
     load_state,

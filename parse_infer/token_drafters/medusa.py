@@ -19,7 +19,7 @@ from parse_infer.errors import ModelError
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.head_files import (
+from parse_infer.token_drafters.head_files import (
     check_shape,
     check_sizes,
     known_fields,
@@ -28,8 +28,8 @@ from parse_infer.speculation.head_files import (
     read_weights,
     save_head,
 )
-from parse_infer.speculation.proposer import TokenTree
-from parse_infer.speculation.tree import chain, likeliest_tree
+from parse_infer.token_drafters.proposer import TokenTree
+from parse_infer.token_drafters.tree import chain, likeliest_tree
 
 ARCHITECTURES = ("MedusaModel",)
 

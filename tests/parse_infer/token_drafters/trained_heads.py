@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
-from parse_infer.speculation.medusa import MedusaConfig, MedusaHead
+from parse_infer.token_drafters.eagle_head import EagleConfig, EagleHead
+from parse_infer.token_drafters.medusa import MedusaConfig, MedusaHead
 
 STEPS = 25
 

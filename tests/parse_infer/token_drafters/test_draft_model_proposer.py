@@ -17,10 +17,10 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution, draw, random_generator
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation import draft_model_proposer
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
-from parse_infer.speculation.proposer import TokenTree
+from parse_infer.token_drafters import draft_model_proposer
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.proposer import TokenTree
 from tests.parse_infer.language_models import language_model, reduced_pair, resembling
 
 EOS = 258

@@ -17,8 +17,8 @@ from parse_infer.models.architecture import embedding_weight
 from parse_infer.models.loading import LanguageModel
 
 if TYPE_CHECKING:
-    from parse_infer.speculation.eagle_head import EagleHead
-    from parse_infer.speculation.medusa import MedusaHead
+    from parse_infer.token_drafters.eagle_head import EagleHead
+    from parse_infer.token_drafters.medusa import MedusaHead
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 WAY_OUT = "export or download the head again"

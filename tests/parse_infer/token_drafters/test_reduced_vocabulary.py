@@ -11,8 +11,8 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import token_map
 from parse_infer.models.token_sampling import distribution
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
 from tests.parse_infer.language_models import TokenCount, reduced_pair
 
 

@@ -15,10 +15,10 @@ from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.token_sampling import choose, distribution, draw
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import accept_tree, speculative_decode
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
-from parse_infer.speculation.proposer import ROOT, TokenTree
+from parse_infer.token_drafters.decode import accept_tree, speculative_decode
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
+from parse_infer.token_drafters.proposer import ROOT, TokenTree
 from tests.parse_infer.language_models import language_model, resembling, word_tokenizer
 
 EOS = 258

@@ -15,15 +15,15 @@ from typing import Any
 from parse_infer.errors import ModelError
 from parse_infer.files import locate
 from parse_infer.models.loading import LanguageModel
-from parse_infer.speculation import eagle_head, medusa
-from parse_infer.speculation.draft_model_proposer import DraftModelProposer
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.eagle_head import EagleHead
-from parse_infer.speculation.head_files import CONFIG, WEIGHTS, read_config
-from parse_infer.speculation.medusa import MedusaDrafter, MedusaHead
-from parse_infer.speculation.prompt_lookup import PromptLookupDrafter
-from parse_infer.speculation.proposer import TokenProposer
 from parse_infer.suggest import suggestion
+from parse_infer.token_drafters import eagle_head, medusa
+from parse_infer.token_drafters.draft_model_proposer import DraftModelProposer
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.eagle_head import EagleHead
+from parse_infer.token_drafters.head_files import CONFIG, WEIGHTS, read_config
+from parse_infer.token_drafters.medusa import MedusaDrafter, MedusaHead
+from parse_infer.token_drafters.prompt_lookup import PromptLookupDrafter
+from parse_infer.token_drafters.proposer import TokenProposer
 
 _CLASSES: dict[str, type] = {"lookup": PromptLookupDrafter, "draft": DraftModelProposer}
 # Kinds of heads that are often typed as names, and have recipes of that name.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.proposer import TokenProposer, TokenTree
+from parse_infer.token_drafters.proposer import TokenProposer, TokenTree
 
 TOKENS = 8  # length of a proposal
 Ids = NDArray[np.int32]

@@ -14,11 +14,11 @@ from parse_infer.engine import ParseEngine
 from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
 from parse_infer.request.events import Resumed
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.decode import speculative_decode
-from parse_infer.speculation.eagle import EagleDrafter
-from parse_infer.speculation.eagle_head import EagleConfig, EagleHead
-from parse_infer.speculation.registry import load_token_drafter
-from parse_infer.speculation.tree import branches
+from parse_infer.token_drafters.decode import speculative_decode
+from parse_infer.token_drafters.eagle import EagleDrafter
+from parse_infer.token_drafters.eagle_head import EagleConfig, EagleHead
+from parse_infer.token_drafters.registry import load_token_drafter
+from parse_infer.token_drafters.tree import branches
 from tests.parse_infer.language_models import language_model, printable, resembling
 
 LAYERS = (0, 1, 2)

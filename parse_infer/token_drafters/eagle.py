@@ -15,10 +15,10 @@ from torch import Tensor
 from parse_infer.models.attention import CHUNK_ROWS, enable_split_attention
 from parse_infer.models.loading import LanguageModel
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.eagle_head import EagleHead
-from parse_infer.speculation.head_files import check_sizes, embed
-from parse_infer.speculation.proposer import ROOT, TokenTree
-from parse_infer.speculation.tree import chain, likeliest_tree
+from parse_infer.token_drafters.eagle_head import EagleHead
+from parse_infer.token_drafters.head_files import check_sizes, embed
+from parse_infer.token_drafters.proposer import ROOT, TokenTree
+from parse_infer.token_drafters.tree import chain, likeliest_tree
 
 
 class EagleDrafter:

@@ -11,7 +11,7 @@ from torch import Tensor
 from parse_infer.models.decoder import Trailing
 from parse_infer.models.token_sampling import distribution, draw
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.proposer import ROOT, TokenTree
+from parse_infer.token_drafters.proposer import ROOT, TokenTree
 
 
 def branches(tokens: Sequence[int], parents: Sequence[int], n_keys: int, device: torch.device) -> Trailing:

@@ -14,7 +14,7 @@ from parse_infer.models.loading import LanguageModel
 from parse_infer.models.token_map import TokenMap, TranslatedContext, token_map
 from parse_infer.models.token_sampling import distribution, draw
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.proposer import TokenTree
+from parse_infer.token_drafters.proposer import TokenTree
 
 TOKENS, CONFIDENCE = 32, 0.4
 

@@ -9,7 +9,7 @@ import torch
 from parse_infer.errors import ModelError
 from parse_infer.models.decoder import common_prefix
 from parse_infer.settings.sampling import Sampling
-from parse_infer.speculation.proposer import TokenTree
+from parse_infer.token_drafters.proposer import TokenTree
 
 
 class PromptLookupDrafter:
