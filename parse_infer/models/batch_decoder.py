@@ -27,6 +27,7 @@ from parse_infer.settings.sampling import Sampling
 KEY_MULTIPLE = 8  # CUDA kernels copy masks with unaligned rows
 FREE_SHARE = 1 / 16  # reassign (or remove) free slots once they are this share of the batch
 FREE_PADDING, PADDING_SHARE = 256, 1 / 4  # maximum padding of a prefill group: 256 tokens plus 1/4 of its own tokens
+GROUP_TOKENS = 8192  # of a prefill group of several sequences, padding included: they bound its activations in memory
 
 
 @dataclass(frozen=True)
@@ -293,14 +294,18 @@ class BatchDecoder:
         )
 
     def _groups(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Group indices, at most `batch_size` each, by similar length if padding would cost more than a forward."""
+        """Group indices by similar length, at most `batch_size` and `GROUP_TOKENS` each.
+
+        Lengths may differ as far as padding costs less than another forward.
+        """
         groups: list[list[int]] = []
         tokens = 0
         for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
             size = len(sequences[i])
             tokens += size
-            padding = size * (len(groups[-1]) + 1) - tokens if groups else 0
-            if not groups or len(groups[-1]) == self.batch_size or padding > FREE_PADDING + PADDING_SHARE * tokens:
+            padded = size * (len(groups[-1]) + 1) if groups else size
+            full = not groups or len(groups[-1]) == self.batch_size or padded > GROUP_TOKENS
+            if full or padded - tokens > FREE_PADDING + PADDING_SHARE * tokens:
                 groups.append([])
                 tokens = size
             groups[-1].append(i)

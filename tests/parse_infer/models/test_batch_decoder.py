@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from parse_infer.models import batch_decoder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, BatchRow, Contexts
 from parse_infer.models.decoder import Decoder
@@ -134,6 +135,23 @@ def test_prompts_of_about_one_length_are_read_at_once(make_model: Callable[..., 
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(tuple(args[0].shape)))
     BatchDecoder(model, EOS).prefill([random_ids(60 + n % 30, seed=n) for n in range(48)])
     assert read == [(48, 89)]
+
+
+def test_a_forward_reads_a_bounded_number_of_tokens(
+    make_model: Callable[..., PreTrainedModel], random_ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations of a prefill are bounded, whatever the batch size; a longer prompt is read alone."""
+    monkeypatch.setattr(batch_decoder, "GROUP_TOKENS", 200)
+    model = make_model("llama_gqa")
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0].numel()))
+    sequences = [random_ids(40 + n % 10, seed=n) for n in range(20)] + [random_ids(300, seed=99)]
+    decoder = BatchDecoder(model, EOS)
+    prefilled = decoder.prefill(sequences)
+    assert len(read) == 6 and sorted(read)[-2:] == [196, 300], read
+    rows = [BatchRow(i, len(ids), 4) for i, ids in enumerate(sequences)]
+    alone = [decoder.decode(decoder.prefill([ids]), [BatchRow(0, len(ids), 4)])[0] for ids in sequences]
+    assert decoder.decode(prefilled, rows) == alone
 
 
 def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences: list[list[int]]) -> None:
