@@ -58,7 +58,8 @@ class ParseEngine:
         calibrations: operating points for each `risk`, one calibration for each sampling; None takes the backend's.
 
     Attributes:
-        adaptive, strict_tokens: defaults for requests that leave these `GenerationSettings` at None.
+        adaptive, strict_tokens: defaults for requests that leave these `GenerationSettings` at None. Only a request's
+            own `adaptive=False` also leaves out pauses between blocks.
         pair_wrapper: wraps the `ModelPair` of every request, to memoise it for a replay.
         running: number of requests in flight.
     """
@@ -436,6 +437,8 @@ class ParseEngine:
         settings = request.settings
         if settings.mode == "validity" and settings.threshold is not None and settings.threshold <= 1:
             self._require_judge()
+        if not (draft_text is None or isinstance(draft_text, str | TextDrafter)):
+            raise PromptError(f"A draft text is a text, not {str(draft_text)[:80]!r}.")
         return self.backend.draft_source(request, draft_text)
 
     def _require_judge(self) -> None:

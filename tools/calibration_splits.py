@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ def read_outcomes(folder: Path) -> tuple[dict[str, Any], list[Outcome]]:
     config = read_json(path, "run `parse-infer calibrate` again")
     if not {"blocks", "loss", "max_new_tokens"} <= config.keys():
         raise ValueError(f"{folder} is no folder of parse-infer calibrate: {path} has no blocks and loss")
-    needed = tuple(f.name for f in fields(Outcome))
-    rows = [{key: row[key] for key in needed} for _, row in read_jsonl(folder / "records.jsonl", needed)]
+    names = [f.name for f in fields(Outcome)]
+    needed = tuple(f.name for f in fields(Outcome) if f.default is MISSING and f.default_factory is MISSING)
+    rows = [{key: row[key] for key in names if key in row} for _, row in read_jsonl(folder / "records.jsonl", needed)]
     return config, [Outcome(**row) for row in rows]
 
 
@@ -109,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="result file; default: splits.json in the folder")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.splits < 1:
+            raise ValueError(f"--splits is {arguments.splits}; it must be at least 1")
         config, outcomes = read_outcomes(arguments.folder)
         try:
             risks = tuple(float(part) for part in arguments.risk.split(","))

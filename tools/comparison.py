@@ -281,7 +281,10 @@ def _check_keys(options: Mapping[str, Any], known: Sequence[str], where: str) ->
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: a comparison is a folder with {PAIR} and a file for each rule")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ParseError(f"{path} is no YAML file ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise ParseError(f"{path} holds no options: write lines such as `judge: min_p`")
     return content

@@ -87,6 +87,8 @@ def compare(
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     rungs, build = read_rungs(rung), read_build_info(str(data))
     drafts, rules = list(read_drafts(data)), rules_for(read_info(data)["k"])
+    if taken := rungs.keys() & rules.keys():
+        raise ParseError(f"--rung {min(taken)} has the name of a rule in the table: choose another")
     for adapter in (adapter for folders in rungs.values() for adapter in folders):
         known = learnt(adapter, [draft.row for draft in drafts])
         if known and not unseen_only:
@@ -135,7 +137,7 @@ def read_rungs(options: Sequence[str]) -> dict[str, list[str]]:
     rungs = {}
     for option in options:
         name, _, folders = option.partition("=")
-        if not (name and folders):
+        if not (name and all(folders.split(","))):
             raise ParseError(f"--rung {option!r} is not NAME=ADAPTER,ADAPTER")
         if name in rungs:
             raise ParseError(f"--rung names {name} twice: give its adapters in one, {name}=ADAPTER,ADAPTER")

@@ -36,7 +36,8 @@ def held_out(data: Sequence[str], learnt: frozenset[str]) -> list[ReadDraft]:
     drafts: dict[str, ReadDraft] = {}
     for draft in (draft for folder in data for draft in read_drafts(folder)):
         row = draft.row
-        if row.labels and row.cuts[-1] == len(draft.logprobs.ids) and prompt_hash(row.prompt) not in learnt:
+        known = row.problem in learnt or prompt_hash(row.prompt) in learnt  # the first adapters list ids
+        if row.labels and row.cuts[-1] == len(draft.logprobs.ids) and not known:
             drafts.setdefault(row.problem, draft)
     return list(drafts.values())
 

@@ -65,7 +65,7 @@ _UNSURE = re.compile(
 _DOUBT = re.compile(r"\b(?:not|if|whether|[A-J][)\]]?,?\s+(?:and|or|nor))\s+(?:option\s+)?$")
 _WEAK = re.compile(
     r"(?:^(?:since|because|by|given)\b[^.\n]*,|\b(?:yes|no|sure|ok(?:ay)?|of\s+course)[.!,]|\b(?:choose|chose|chosen|pick|picked|selects?|selected|choosing|picking|selecting|going\s+with|go\s+with|opt(?:ing)?\s+for|say|guess|think|believe"
-    r"|conclude|mark|matches|corresponds\s+to|points?\s+to|leads?\s+to|supports|namely|answer|be|therefore|thus|hence|so|only|is|it's|that's|must\s+be|leaves|leaving|consequently|accordingly|clearly|obviously|definitely|certainly|probably|likely)\b"
+    r"|conclude|mark|matches|corresponds\s+to|points?\s+to|leads?\s+to|supports|namely|answer|be|therefore|thus|hence|so|only|is|it's|that's|must\s+be|leaves|leaving|left\s+with|consequently|accordingly|clearly|obviously|definitely|certainly|probably|likely)\b"
     rf"|∴|=+>|→|👉|✅)[\s,:*_]*(?:us\s+)?{_HEDGE}",
     re.IGNORECASE,
 )

@@ -115,7 +115,7 @@ class HubDataset(RowTask):
             return None
         options, labels = self._options(row)
         missing = self.reference == "reference" and "reference" not in row and not self.needs_reference
-        reference = "" if missing or self.check_with == "none" else self._reference(row, where, labels)
+        reference = "" if missing or self.check_with == "none" else self._reference(row, where, labels, len(options))
         below = "".join(f"\n{chr(ord('A') + i)}) {option}" for i, option in enumerate(options)) + self.instruction
         if isinstance(prompt, str):
             prompt += below
@@ -139,11 +139,17 @@ class HubDataset(RowTask):
             raise ParseError(f"{self.path}, column {self.choices}: not a list of options but {str(options)[:40]!r}")
         return options, labels
 
-    def _reference(self, row: Mapping[str, Any], where: str, labels: list[Any]) -> str:
+    def _reference(self, row: Mapping[str, Any], where: str, labels: list[Any], n_options: int) -> str:
         reference = self._read(row, "reference", self.reference)
         if self.check_with == "choice":
             index = labels.index(reference) if reference in labels else reference
-            reference = chr(ord("A") + int(index)) if str(index).isdecimal() else reference
+            if str(index).isdecimal():
+                if n_options and int(index) >= n_options:
+                    raise ParseError(
+                        f"{where}: the reference is {reference!r} of {n_options} options, which count from 0: choose "
+                        "another column with the option reference"
+                    )
+                reference = chr(ord("A") + int(index))
         self.check_reference(where, reference)
         return as_text(reference)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from data_tools.tasks.row_task import RowTask, as_text, check_prompt, check_text
-from data_tools.tasks.task import Problem, Split, check_split, prompt_id
+from data_tools.tasks.task import SPLITS, Problem, Split, check_split, prompt_id
 from parse_infer.errors import ParseError
 from parse_infer.files import read_jsonl
 
@@ -16,8 +16,9 @@ from parse_infer.files import read_jsonl
 class Jsonl(RowTask):
     """Problems from a jsonl file with `prompt` (text or messages), `reference`, and optional `id` and `split`.
 
-    Rows without `split` are in every split. With `check_with` none or same_function, `reference` is optional, and a
-    row may have the form of MT-Bench and Spec-Bench: `turns` (the first is the prompt), `question_id`, `category`.
+    Rows without `split`, or with null there, are in every split. With `check_with` none or same_function, `reference`
+    is optional, and a row may have the form of MT-Bench and Spec-Bench: `turns` (the first is the prompt),
+    `question_id`, `category`.
 
     Args:
         path: the file.
@@ -32,11 +33,13 @@ class Jsonl(RowTask):
     def problems(self, split: Split, seed: int = 0, limit: int | None = None) -> Iterator[Problem]:
         check_split(split)
         needed = ("prompt", "reference") if self.needs_reference else ()
-        rows = [
-            (place, row)
-            for place, row in read_jsonl(self.path, needed, parse_float=str)
-            if row.get("split", split) == split
-        ]
+        rows = []
+        for place, row in read_jsonl(self.path, needed, parse_float=str):
+            own = row.get("split")
+            if own not in (None, *SPLITS):
+                raise ParseError(f"{place}: the split is {own!r}; it must be one of {', '.join(SPLITS)}, or null")
+            if own in (None, split):
+                rows.append((place, row))
         for place, row in rows:
             if "prompt" not in row:
                 turns = row.get("turns")
@@ -50,5 +53,5 @@ class Jsonl(RowTask):
         for _, row in rows[:limit]:
             names = (row.get("id"), row.get("question_id"), prompt_id(row["prompt"]))
             name = next(name for name in names if name not in (None, ""))
-            metadata = {"category": str(row["category"])} if "category" in row else {}
+            metadata = {"category": str(row["category"])} if row.get("category") is not None else {}
             yield Problem(str(name), row["prompt"], as_text(row.get("reference")), metadata=metadata)

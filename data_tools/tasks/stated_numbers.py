@@ -36,6 +36,10 @@ _LINKS = {
     )
     for prose in (True, False)
 }
+# The number that "which is" adds explains the answer, and does not repeat it: "15, which is 3 more than 12".
+_EXPLAINS = re.compile(
+    r"\W*(?:\w+\s+){0,2}?(?:more|less|fewer|greater|smaller|higher|lower|times|of|per|each|for|dozens?|off|short|above|below)\b"
+)
 _UNSOLVED = re.compile(r"-?[\d.]+\s*\*?\s*[a-z]\s*=\s*")  # 2x = 6
 _SECOND_VALUE = re.compile(r"\b[A-Za-z]\w?\s*=[^,;=]+(?:[,;]|\b(?:and|or)\b)[\s,]*(?:and|or)?\s*[A-Za-z]\w?\s*=\s*$")
 _AT_LEAST = re.compile(r"(?P<is>\b(?:is|be) )?\b(?:at least|at most|no (?:more|less|fewer) than)$", re.IGNORECASE)
@@ -72,7 +76,7 @@ def read_quantity(answer: FinalAnswer) -> Quantity | None:
     text = answer.text[-_MAX_CHARS:] if answer.mark == "none" else answer.text[:_MAX_CHARS]
     text = first_clause(text) if answer.mark == "cue" else text
     sentence = answer.mark == "cue" or (answer.mark == "none" and re.search(r"[a-z]{2}", text) is not None)
-    text = re.sub(r"^\W*not\b.*?\bbut\b", "", clean(text, sentence))
+    text = re.sub(r"^\W*not\b.*?(?:\bbut\b|[,;.]\s+it(?:'s|\s+is)\b)", "", clean(text, sentence))
     terms = plain_terms(text)
     quantities = quantities_in(aside) if (aside := _ASIDE.sub(" ", terms)) != terms else []
     terms = aside if quantities else terms
@@ -114,7 +118,7 @@ def _linked(text: str, quantities: list[Quantity], prose: bool) -> Quantity:
         left, right = sorted((last, other), key=lambda one: one.start)
         gap = text[left.end : right.start]
         if same.fullmatch(gap):
-            if prose:
+            if prose or _EXPLAINS.match(text, right.end):
                 break
             stated = other
         elif rival.fullmatch(gap):

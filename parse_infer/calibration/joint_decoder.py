@@ -80,7 +80,8 @@ class _Branch:
 
 class JointDecoder:
     """Decodes rows with `target`, `draft` and judges. In float32 each answer equals that of the engine, or has the
-    same distribution: where a sampling target writes several tokens in a row, its random numbers are others.
+    same distribution: where a sampling target writes several tokens in a row, or any in an engine without token
+    drafter, its random numbers are others.
 
     Args:
         batch_size: maximum number of concurrent answers, even if those of a row differ from the start. It bounds the

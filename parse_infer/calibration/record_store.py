@@ -74,15 +74,15 @@ class RecordStore(Generic[R]):
         if torn:  # the last run stopped in the middle of a line: measure that answer again
             os.truncate(self._path, len(whole) + len(newline))
         names = {f.name for f in fields(self._kind)}  # type: ignore[arg-type]
-        for number, line in enumerate(whole.decode("utf-8").split("\n") if newline else [], 1):
+        for number, line in enumerate(whole.split(b"\n") if newline else [], 1):
             try:
                 row = json.loads(line)
                 record = self._kind(**{key: value for key, value in row.items() if key in names})
+                self.records[record.key] = record
             except (ValueError, TypeError, AttributeError) as error:
                 raise ParseError(
                     f"{self._path}, line {number} is damaged ({error}): delete the line to measure that answer again"
                 ) from error
-            self.records[record.key] = record
 
     def _check_same(self, stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         for key in [*current, *stored]:

@@ -62,6 +62,9 @@ class CalibrationSettings:
     """Answers at a time to the problems that are not timed (`JointDecoder`)."""
 
     def __post_init__(self) -> None:
+        for name in ("samples", "timed", "batch_size", "majority"):
+            if type(value := getattr(self, name)) is not int:
+                raise CalibrationError(f"{name} is {value!r}; it must be a whole number")
         object.__setattr__(self, "risks", risks(self.risks))
         object.__setattr__(self, "blocks", tuple(dict.fromkeys(self.blocks)))
         check_share(self.confidence, "confidence")

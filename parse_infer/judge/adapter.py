@@ -100,10 +100,13 @@ class ValidityConfig:
         for name in ("target", "logprobs", "stream", "probability", "cut_policy"):
             if not isinstance(values.get(name, {}), dict) and (values[name] is not None or name == "cut_policy"):
                 raise ModelError(f"validity_config.json has a damaged {name}: export the adapter again")
+        if not values["target"].get("name"):
+            raise ModelError("validity_config.json has no name of its target: export the adapter again")
         known = read.get("reference") or {}
         sizes = {f.name for f in fields(LogprobHeadConfig)}
         if not (
             isinstance(known, dict)
+            and "reads" in read
             and sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
             and len(known.get("ids", ())) > len(known.get("logprobs", ()))
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 from parse_infer.errors import SettingsError
 
 Acceptance = Literal["first_failure", "longest"]
+_HIGHEST = sys.float_info.max
 ACCEPT_NOTHING = 1 + 2.0**-20
 """A threshold above every validity, in float32 too."""
 
@@ -65,7 +67,7 @@ def check_threshold(threshold: float) -> float:
     """
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise SettingsError(f"the threshold must be a number, not {threshold!r}")
-    if not math.isfinite(threshold) or threshold < 0:
+    if not 0 <= threshold <= _HIGHEST:  # NaN is not
         raise SettingsError(
             f"the threshold must be a finite number of at least 0 (above 1 accepts nothing), not {threshold}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from dataclasses import dataclass, replace
 from numbers import Real
 
@@ -72,7 +72,7 @@ class Sampling:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # NaN is not
 
 
 def _is_whole(value: object) -> bool:

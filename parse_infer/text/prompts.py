@@ -109,9 +109,9 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 def with_drafts(prompts: Sequence[Prompt], is_list: bool, draft_text: str | Sequence[str] | None) -> list[str | None]:
     """Return one draft text or None for each prompt of `as_batch`. Raise ValueError if the numbers differ."""
     drafts: Any = [None] * len(prompts) if draft_text is None else draft_text if is_list else [draft_text]
-    if isinstance(drafts, str) or len(drafts) != len(prompts):
+    if isinstance(drafts, str) or not isinstance(drafts, Sequence) or len(drafts) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts need as many draft texts, one each, or none.")
-    if wrong := [draft for draft in drafts if isinstance(draft, int | float | bytes | list | tuple | dict)]:
+    if wrong := [draft for draft in drafts if not (isinstance(draft, str | None) or hasattr(draft, "propose"))]:
         raise PromptError(f"A draft text is a text, not {str(wrong[0])[:80]!r}.")
     return list(drafts)
 

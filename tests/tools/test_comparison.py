@@ -362,6 +362,7 @@ def test_without_timed_problems_there_is_no_speed(tmp_path: Path):
     [
         ("fly.yaml", "judgee: fly", "'judgee' is no option of the comparison fly; did you mean 'judge'?"),
         ("fly.yaml", "- fly", "comparison/tiny/fly.yaml holds no options"),
+        ("fly.yaml", "judge: fly\n  blocks: [auto", "comparison/tiny/fly.yaml is no YAML file (mapping values are"),
         ("fly.yaml", "risks: [2]", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "risks: 2", "risk is 2; it must be a number between 0 and 1"),
         ("fly.yaml", "sampling: {temp: 0.6}", "'temp' is no option of sampling; "),

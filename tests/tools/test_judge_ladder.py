@@ -259,11 +259,13 @@ def test_the_command_writes_and_tracks_its_result(
     assert sentence in capsys.readouterr().err
     assert run_app(app, "ladder", [*command, "--unseen-only"]) == 0 and result["drafts"] == 60
     assert json.loads(out.read_text())["drafts"] == 59
+    assert run_app(app, "ladder", [*command, "--rung", "min-p=one"]) == 2
+    assert "--rung min-p has the name of a rule" in capsys.readouterr().err
     assert run_app(app, "ladder", [*command, "--report-to", "wand"]) == 2
     assert "--report-to is 'wand'; choose one of none, wandb" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["stream", "=runs/a", "stream="])
+@pytest.mark.parametrize("option", ["stream", "=runs/a", "stream=", "stream=a,,b"])
 def test_a_rung_has_a_name_and_adapters(option):
     assert read_rungs(["a=x,y", "b=z"]) == {"a": ["x", "y"], "b": ["z"]}
     with pytest.raises(ParseError, match="is not NAME=ADAPTER,ADAPTER"):

@@ -72,6 +72,7 @@ def test_only_whole_drafts_of_problems_that_the_judge_never_saw_count(monkeypatc
     monkeypatch.setattr("tools.long_answers.read_drafts", lambda folder: iter([whole, cut, learnt, again]))
     (found,) = held_out(["one", "two"], frozenset({prompt_hash("learnt")}))
     assert found is whole
+    assert held_out(["one"], frozenset({prompt_hash("learnt"), whole.row.problem})) == [], "older adapters list ids"
 
 
 @pytest.mark.parametrize(

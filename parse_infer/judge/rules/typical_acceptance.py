@@ -3,8 +3,9 @@
 Source: arXiv 2401.10774, section 2.3.1; defaults and the advice δ = √ε from `medusa_generate` of its code
 (medusa/model/medusa_model.py, `posterior_threshold` and `posterior_alpha`).
 
-H is that of the target's 20 first choices and of all other tokens taken as one, in process as over servers. It is at
-most the whole entropy, so the rule keeps at most the tokens that it keeps by definition.
+H is that of the target's 20 first choices and of all other tokens taken as one, in process as over servers. At
+temperature 1 it is at most the whole entropy, so the rule keeps at most the tokens that it keeps by definition. Below,
+it may be a little larger, where much probability is left to the other tokens.
 """
 
 from __future__ import annotations

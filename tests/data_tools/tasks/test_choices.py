@@ -8,6 +8,7 @@ from data_tools.tasks.checkers import CHECKS
 from data_tools.tasks.choices import choice_letter, stated_letter
 
 STATES_B = [
+    "After eliminating A, C, and D, we are left with B.",
     "(B) Vitamin A.",
     "B because A is too small",
     "B, not C",

@@ -110,6 +110,8 @@ def test_options_get_letters(tmp_path):
     assert problem(chat, reference="answer", choices="choices")[0] == [{"role": "user", "content": shown}]
     with pytest.raises(ValueError, match="the reference -1 is no letter from A to J"):
         problem({**mmlu, "answer": -1}, reference="answer")
+    with pytest.raises(ValueError, match="the reference is 2 of 2 options, which count from 0"):
+        problem({**mmlu, "answer": 2}, reference="answer", choices="choices")
     with pytest.raises(ValueError, match="column question: not a list of options but 'Which"):
         problem(mmlu, reference="answer", choices="question")
 

@@ -94,6 +94,18 @@ def test_gsm8k_reads_the_original_format(tmp_path):
     assert task.check(only, "There are 3 left.\n#### 3.00")
 
 
+def test_a_null_in_a_jsonl_row_is_as_if_absent(tmp_path):
+    path = tmp_path / "own.jsonl"
+    rows = [{"prompt": "1?", "reference": "1", "split": None, "category": None}, {"prompt": "2?", "reference": "2"}]
+    path.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "3?", "reference": "3", "split": "test"}])))
+    found = {split: list(load_task("jsonl", path=str(path)).problems(split)) for split in ("train", "test")}
+    assert {split: len(problems) for split, problems in found.items()} == {"train": 2, "test": 3}
+    assert all(problem.metadata == {} for problem in found["test"])
+    path.write_text(json.dumps(rows[1] | {"split": "val"}))
+    with pytest.raises(ValueError, match="the split is 'val'; it must be one of train, validation, test, or null"):
+        list(load_task("jsonl", path=str(path)).problems("validation"))
+
+
 def test_jsonl_checks(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text(

@@ -196,6 +196,8 @@ def test_a_calibration_of_samples_promises_accuracy_at_its_temperature(engine: P
 def test_samples_and_losses_that_make_no_sense_together():
     for changes, message in [
         ({"samples": 2}, "samples is 2, with greedy answers: give 1"),
+        ({"samples": 1.5}, "samples is 1.5; it must be a whole number"),
+        ({"timed": 1.5}, "timed is 1.5; it must be a whole number"),
         ({"sampling": Sampling(0.7)}, "loss disagreement needs greedy answers: at temperature 0.7"),
         (
             {"sampling": Sampling(0.7), "loss": "lost", "samples": 0},
@@ -621,6 +623,7 @@ def test_random_halves_of_a_calibration(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     assert calibration_splits.main([str(tmp_path), "--risk", "0.001,0.05", "--splits", "20"]) == 0
+    assert calibration_splits.main([str(tmp_path), "--splits", "0"]) == 2
     impossible, shown = json.loads((tmp_path / "splits.json").read_text())["rows"]
     assert impossible["shown"] == 0 and impossible["speedup"] == 1 and impossible["lost"] == 0
     assert shown["shown"] == 1 and 0.02 < shown["lost"] < 0.05 and shown["above"] <= 0.3

@@ -78,6 +78,9 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path):
         (json.dumps(whole | {"calibrations": ["x"]}), "is damaged"),
         (json.dumps(whole | {"calibrations": [{k: v for k, v in row.items() if k != "task"}]}), "is damaged"),
         (json.dumps(whole | {"calibrations": [row | {"promises": {"0.1": 3}}]}), "is damaged"),
+        (json.dumps(whole | {"calibrations": [row | {"promises": {"0.1": -1}}]}), "a promise at point -1 of"),
+        (json.dumps(whole | {"calibrations": [row | {"promises": {"0.1": True}}]}), "a promise at point True of"),
+        (json.dumps(whole | {"calibrations": [row | {"models": None}]}), "is damaged"),
     ]:
         path.write_text(content)
         with pytest.raises(ValueError, match=f"{message}.*delete it, and run `parse-infer calibrate` again"):

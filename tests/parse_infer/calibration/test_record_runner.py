@@ -41,6 +41,15 @@ def test_an_interrupted_measurement_runs_only_what_is_missing(tmp_path: Path, ca
     assert asked == [[0, 1, 2, 3], [2, 3]], "the third time nothing is missing"
 
 
+@pytest.mark.parametrize("line", [b'{"key": 1, "value": "\xff"}', b'{"key": [1], "value": 1}'])
+def test_a_damaged_record_is_named_by_file_and_line(tmp_path: Path, line: bytes):
+    RecordStore(tmp_path, {}, Square).append(Square(0, 0))
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match=r"records.jsonl, line 2 is damaged .*: delete the line to measure"):
+        RecordStore(tmp_path, {}, Square)
+
+
 def test_a_record_takes_its_figures_by_name():
     generation = Generation("four", [1, 2], [], "eos", Statistics(draft_tokens=5, target_forwards=3), Timings())
     answer = AnswerFigures.of(generation, 0.123456, accepted_tokens=None)

@@ -34,12 +34,17 @@ def test_a_list_of_prompts_keeps_its_order(engine):
     [
         ("One.", ["It is 1."], r"A draft text is a text, not \"\['It is 1.'\]\""),
         (["One.", "Two."], ["It is 1.", 2], "A draft text is a text, not '2'"),
+        ("One.", 5, "A draft text is a text, not '5'"),
+        (["One.", "Two."], 5, "2 prompts need as many draft texts"),
         (b"One.", None, "A prompt is a text or a list of chat messages, not b'One.'"),
     ],
 )
 def test_what_is_no_text_is_named(engine, prompt, draft_text, message):
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, draft_text=draft_text)
+    if not isinstance(prompt, list):
+        with pytest.raises(ValueError, match=message):
+            list(engine.stream(prompt, draft_text=draft_text))
 
 
 def test_draft_texts_belong_to_prompts_one_by_one(engine):

@@ -183,6 +183,7 @@ def test_a_target_with_other_weights_is_refused_by_name(make_model, folder):
         ({"stream": {"head": {}}}, "has an incomplete stream"),
         ({"stream": None}, "does not match validity_config.json"),
         ({"target": None}, "no target"),
+        ({"target": {"parameters": 1}}, "no name of its target"),
         ({"target": "x"}, "damaged target"),
         ({"stream": 5}, "damaged stream"),
         ({"probability": 5}, "damaged probability"),

@@ -13,11 +13,20 @@ from parse_infer.settings.acceptance import (
     maximal_valid_prefix,
     reachable_prefixes,
 )
+from parse_infer.settings.sampling import Sampling
 
 
 def test_a_threshold_that_accepts_nothing_is_shown_as_such():
     shown = [describe_threshold(threshold) for threshold in (None, 0.5, 1.0, ACCEPT_NOTHING)]
     assert shown == ["none", "0.5", "1", "accepts nothing"]
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan"), float("inf"), 10**400])
+def test_a_threshold_is_a_finite_number(threshold):
+    with pytest.raises(ValueError, match="the threshold must be a finite number of at least 0"):
+        check_threshold(threshold)
+    with pytest.raises(ValueError, match="temperature"):
+        Sampling(temperature=threshold)
 
 
 def test_first_failure_stops_at_the_first_cut_below_the_threshold():

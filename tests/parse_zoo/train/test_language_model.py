@@ -219,6 +219,9 @@ def test_a_draft_model_starts_from_layers_of_its_target(tmp_path):
         ({"tokenizer": ""}, "key tokenizer"),
         ({"model_config": {}}, "model_type"),
         ({"max_steps": -1}, "max_steps is -1"),
+        ({"drill_max_number": 10}, "drill_max_number is 10; it must be at least 20"),
+        ({"drill_share": 1.5}, "drill_share is 1.5; it must be from 0 to 1"),
+        ({"drill_until": 0}, "drill_until is 0; it must be above 0"),
     ],
 )
 def test_mistakes_in_the_recipe_are_one_sentence(tokenizer_folder, tmp_path, change, message):

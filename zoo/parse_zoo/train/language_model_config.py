@@ -89,6 +89,14 @@ class LanguageModelConfig(TrainingConfig):
             )
         if self.lora_rank and (self.initial_model is None or self.model_config or self.initial_layers):
             raise ParseError("lora_rank needs initial_model, and excludes model_config and initial_layers")
+        for name, lowest in (("row_length", 2), ("n_answers", 1), ("drill_max_number", 20)):
+            if (value := getattr(self, name)) < lowest:
+                raise ParseError(f"{name} is {value}; it must be at least {lowest}")
+        for name in ("answer_share", "drill_share"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ParseError(f"{name} is {share}; it must be from 0 to 1")
+        if self.drill_until <= 0:
+            raise ParseError(f"drill_until is {self.drill_until}; it must be above 0")
         if not 0 < self.lora_energy <= 1:
             raise ParseError(f"lora_energy is {self.lora_energy}; it must be above 0 and at most 1")
         if not self.lora_rank and "model_type" not in self.model_config:
