@@ -95,8 +95,8 @@ def _calibration(row: dict[str, Any]) -> Calibration:
     row["promises"] = {float(risk): place for risk, place in row["promises"].items()}
     calibration = Calibration(**row)
     if not isinstance(calibration.models, dict):
-        raise TypeError(f"models {calibration.models!r}")
+        raise CalibrationError(f"models {calibration.models!r}")
     for place in calibration.promises.values():
         if place is not None and not (type(place) is int and 0 <= place < len(calibration.tried)):
-            raise ValueError(f"a promise at point {place!r} of {len(calibration.tried)}")
+            raise CalibrationError(f"a promise at point {place!r} of {len(calibration.tried)}")
     return calibration

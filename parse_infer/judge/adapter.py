@@ -106,7 +106,6 @@ class ValidityConfig:
         sizes = {f.name for f in fields(LogprobHeadConfig)}
         if not (
             isinstance(known, dict)
-            and "reads" in read
             and sizes - {"sharpness"} <= set(read.get("head") or ()) <= sizes  # the first adapters have no sharpness
             and len(known.get("ids", ())) > len(known.get("logprobs", ()))
         ):

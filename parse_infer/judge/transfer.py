@@ -41,7 +41,8 @@ def transfer_adapter(adapter: str | Path, target: str | Path, folder: str | Path
     config = replace(
         config,
         target=describe_config(load_config(target), "") | {"name": name},
-        logprobs={"head": config.logprobs["head"], "reads": config.logprobs["reads"], "reference": known},
+        logprobs={key: config.logprobs[key] for key in ("head", "reads") if key in config.logprobs}
+        | {"reference": known},
         threshold=2.0,
         risk=None,
         metrics={},

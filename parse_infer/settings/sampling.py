@@ -72,7 +72,8 @@ class Sampling:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # NaN is not
+    limit = sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and -limit <= value <= limit  # NaN is not
 
 
 def _is_whole(value: object) -> bool:

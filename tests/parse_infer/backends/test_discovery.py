@@ -68,6 +68,7 @@ def test_a_wrong_source_is_refused_before_anything_starts(url, message):
         ServerOptions(target_url=url)
 
 
+@pytest.mark.slow
 def test_replicas_come_and_go_under_requests(engine, connect, monkeypatch, tmp_path, capfd):
     """Also where the file is away for a moment; a server of another model gets no request."""
     monkeypatch.setattr(discovery, "EVERY_S", 0.05)

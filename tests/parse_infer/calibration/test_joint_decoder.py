@@ -181,6 +181,7 @@ def test_behind_an_end_token_of_the_draft_model_the_target_writes(engines: list[
     assert any(words[2] in each.token_ids[:-1] for each in own), "the target must write the token"
 
 
+@pytest.mark.slow
 def test_a_head_of_sampled_answers_reads_a_token_that_both_models_choose(
     pair: ParseEngine, random_adapter: Callable[..., Any]
 ):
