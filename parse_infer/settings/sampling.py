@@ -6,6 +6,7 @@ import hashlib
 import sys
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import cast
 
 from parse_infer.errors import SettingsError
 from parse_infer.settings.fields import plain, setting, setting_fields
@@ -72,8 +73,8 @@ class Sampling:
 
 
 def _is_finite(value: object) -> bool:
-    limit = sys.float_info.max
-    return isinstance(value, Real) and not isinstance(value, bool) and -limit <= value <= limit  # NaN is not
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and abs(cast("float", value)) <= sys.float_info.max  # NaN is not
 
 
 def _is_whole(value: object) -> bool:
