@@ -207,14 +207,15 @@ def log_artifact(
     name: str,
     source: str | Path,
     metadata: Mapping[str, Any] | None = None,
+    used: bool = False,
 ) -> None:
     """Log a data set or a model to the current run.
 
     Args:
         how: "reference" (paths and hashes), "upload" (also files) or "none".
+        used: it is an input of the run. Under the name and with the content that its own run logged, it links both.
         name: contains the names of the models, since one project holds the artifacts of many pairs.
-        source: a file, a folder (without hidden files and wandb's own), or the Hub id of a data set, which is always a
-            reference.
+        source: a file, a folder (without hidden files and wandb's own), or a Hub id, which is always a reference.
     """
 
     def log(run: Run) -> None:
@@ -222,8 +223,9 @@ def log_artifact(
 
         artifact = wandb.Artifact(_in_name(name)[:_LONGEST_NAME], kind, metadata=dict(metadata or {}))
         path = Path(source).absolute()
-        if kind == "dataset" and not path.exists():
-            artifact.add_reference(f"https://huggingface.co/datasets/{source}", name="data", checksum=False)
+        if not path.exists():
+            where = f"datasets/{source}" if kind == "dataset" else source
+            artifact.add_reference(f"https://huggingface.co/{where}", name="data", checksum=False)
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             inside = file.relative_to(path) if path.is_dir() else Path(file.name)
             if file.is_file() and not any(part.startswith(".") or part == "wandb" for part in inside.parts):
@@ -232,7 +234,7 @@ def log_artifact(
                 else:
                     artifact.add_reference(f"file://{file}", name=str(inside))
         # Offline wandb cannot record inputs of a run.
-        (run.use_artifact if kind == "dataset" and not run.offline else run.log_artifact)(artifact)
+        (run.use_artifact if used and not run.offline else run.log_artifact)(artifact)
 
     if how != "none":
         _to_run(f"the artifact {name}", log)

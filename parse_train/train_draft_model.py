@@ -98,7 +98,7 @@ def main(config: DraftModelTrainingConfig) -> None:
     models = config.model, config.draft
     training_run.start(config, models, resumed=start.checkpoint is not None)
     folder = Path(str(config.output_dir))
-    training_run.log_artifact(config, models, "dataset", "answers", answers)
+    training_run.log_artifact(config, models, "dataset", "answers", answers, used=True)
     trainer = Trainer(
         model,
         config,

@@ -43,14 +43,16 @@ def log_artifact(
     what: str,
     source: str | Path,
     metadata: Mapping[str, Any] | None = None,
+    used: bool = False,
 ) -> None:
-    """Log a data set or the trained model under a name that begins with the pair, as `config.artifacts` says.
+    """Log a data set or a model under a name that begins with the pair, as `config.artifacts` says.
 
     Args:
         what: the rest of the name.
+        used: the training reads it.
     """
     name = f"{options_of(config, models).pair}-{what}"
-    tracking.log_artifact(config.artifacts, kind, name, source, metadata)
+    tracking.log_artifact(config.artifacts, kind, name, source, metadata, used)
 
 
 def _trackers(config: TrackedTrainingConfig) -> list[str]:

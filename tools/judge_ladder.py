@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ from parse_infer.cli.entry_point import run_app
 from parse_infer.errors import ParseError
 from parse_infer.files import write_json
 from parse_infer.judge.adapter import ValidityAdapter
-from parse_infer.judge.adapter_files import read_adapter
+from parse_infer.judge.adapter_files import adapts, read_adapter
 from parse_infer.judge.carried import Carried
 from parse_infer.judge.logprob_head import LogprobScorer
 from parse_infer.judge.registry import RULES
@@ -129,6 +130,10 @@ def compare(
     run = RunOptions(out.with_suffix(""), "bench", "ladder", models, project)
     with tracking.job(run if report_to == "wandb" else None):
         tracking.log_table("ladder", *tracked(result))
+        tracking.log_artifact("reference", "dataset", f"{run.pair}-drafts", data, used=True)
+        for folder in chain.from_iterable(rungs.values()):
+            kind = "stream" if adapts(read_adapter(resolve(folder)).validity_config) else "logprob"
+            tracking.log_artifact("reference", "model", f"{run.pair}-{kind}-adapter", resolve(folder), used=True)
     Console().print(table(result))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,6 +43,12 @@ class JointRow:
     points: tuple[tuple[int, float], ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+
+    def most(self, places: Collection[int] | None = None) -> int:
+        """Into how many answers these of its points, or all, may split: those that accept nothing have one answer."""
+        points = self.points if places is None else [self.points[place] for place in places]
+        accepting = sum(threshold <= 1 for _, threshold in points)
+        return accepting + (accepting < len(points))
 
 
 @dataclass
@@ -108,7 +114,7 @@ class JointDecoder:
     def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer] | None]:
         """Yield the answers of each row in order, one for each of its points. None: the draft ends before a head can
         tell whether it is usual (`UsualDrafts`), and the engine would go on to look at the next draft."""
-        size = max(1, _GROUP * self._size // max((len(row.points) for row in rows), default=1))
+        size = max(1, _GROUP * self._size // max((row.most() for row in rows), default=1))
         for start in range(0, len(rows), size):
             yield from self._group(rows[start : start + size])
 
@@ -136,11 +142,11 @@ class JointDecoder:
         waiting = deque((i, row) for i, row in enumerate(rows) if told[contexts[id(row.prompt)]])
         branches: list[_Branch] = []  # by slot
         while waiting or branches:
-            running = sum(len(branch.places) for branch in branches)
+            running = sum(rows[branch.row].most(branch.places) for branch in branches)
             arriving = []
-            while waiting and (not running or running + len(waiting[0][1].points) <= self._size):
+            while waiting and (not running or running + waiting[0][1].most() <= self._size):
                 arriving.append(waiting.popleft())
-                running += len(arriving[-1][1].points)
+                running += arriving[-1][1].most()
             slots: list[int] = []
             for batch, decoder, context, lm in zip(batches, decoders, prefilled, self._models, strict=True):
                 runs = []

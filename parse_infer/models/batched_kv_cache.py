@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 64  # slots added at a time; keeps the key length aligned for fused attention
+_MORE_ROWS = 16  # spare rows added at a time: a copy of all keys for every new row would fragment gigabytes of memory
 
 
 class BatchedKVCache(Cache):
@@ -53,7 +54,9 @@ class BatchedKVCache(Cache):
 
     def append(self, n: int) -> None:
         """Append `n` empty rows."""
-        self._replace(lambda old: torch.cat([old, old.new_zeros(n, *old.shape[1:])]))
+        n_rows = self.n_rows + n
+        for layer in self.kv:
+            layer.extend(n_rows)
 
     def load(self, rows: Sequence[int], source: BatchedKVCache, source_rows: Sequence[int], n_slots: int) -> None:
         """Overwrite the first `n_slots` slots of `rows` with those of `source_rows` of `source`."""
@@ -81,8 +84,7 @@ class BatchedKVCache(Cache):
 
     def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
         for layer in self.kv:
-            layer.keys = change(layer.keys)  # one at a time, so that at most one tensor exists twice
-            layer.values = change(layer.values)
+            layer.replace(change)
 
 
 class KVLayer(CacheLayerMixin):
@@ -95,8 +97,21 @@ class KVLayer(CacheLayerMixin):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
+        self._rooms = [keys, values]  # the same with spare rows of zeros
         self.is_initialized = True
         self.rows, self.slots, self.n_keys = torch.empty(0, 1), torch.empty(0, 0), 0
+
+    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change keys and values. One at a time, so that at most one tensor exists twice."""
+        self.keys = self._rooms[0] = change(self.keys)
+        self.values = self._rooms[1] = change(self.values)
+
+    def extend(self, n_rows: int) -> None:
+        """Append rows of zeros, until there are `n_rows`."""
+        for i, room in enumerate(self._rooms):
+            if (missing := n_rows - room.shape[0]) > 0:
+                self._rooms[i] = torch.cat([room, room.new_zeros(missing + _MORE_ROWS, *room.shape[1:])])
+        self.keys, self.values = (room[:n_rows] for room in self._rooms)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the constructor receives the memory."""

@@ -209,7 +209,7 @@ def train_head(config: HeadTrainingConfig, make: Callable[[LanguageModel], HeadM
     start = checkpoints.prepare(config, len(train), checkpoints.data_digest([fingerprint(lm.model), *train]))
     models = (config.model,)
     training_run.start(config, models, resumed=start.checkpoint is not None)
-    training_run.log_artifact(config, models, "dataset", "answers", answers)
+    training_run.log_artifact(config, models, "dataset", "answers", answers, used=True)
     trainer = HeadTrainer(
         model,
         config,

@@ -17,6 +17,7 @@ from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
 from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import PROMISE
+from parse_infer.models.names import resolve
 from parse_infer.text.cuts import CutPolicy
 from parse_train import checkpoints, training_run
 from parse_train.judge.build_info import BuildInfo
@@ -24,6 +25,7 @@ from parse_train.judge.config import JudgeTrainingConfig
 from parse_train.judge.data import ValidityDataset, problem_names
 from parse_train.judge.export import export_adapter
 from parse_train.judge.figures import acceptance_figure, png, reliability_diagram
+from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.metrics import ScoredDrafts, domain_metrics, headline_metrics
 from parse_train.judge.pass_risk import RiskControl, choose_threshold, one_of_each
 from parse_train.judge.platt_scaling import fit_probabilities
@@ -44,7 +46,7 @@ def take_settings(config: JudgeTrainingConfig, build: BuildInfo) -> None:
 
 
 def begin(
-    config: JudgeTrainingConfig,
+    config: LogprobTrainingConfig,
     models: Sequence[str | None],
     train: ValidityDataset,
     counts: dict[str, int],
@@ -62,7 +64,9 @@ def begin(
     training_run.start(config, models, resumed=start.checkpoint is not None)
     for what, data in (("drafts", config.data), ("held-out-drafts", config.eval_data)):
         if data:
-            training_run.log_artifact(config, models, "dataset", what, data, counts)
+            training_run.log_artifact(config, models, "dataset", what, data, counts, used=True)
+    if config.start_from:
+        training_run.log_artifact(config, models, "model", "logprob-adapter", resolve(config.start_from), used=True)
     return start
 
 

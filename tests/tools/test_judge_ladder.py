@@ -24,7 +24,7 @@ from parse_infer.models.decoder import Decoder
 from parse_infer.models.fingerprint import describe_target
 from parse_infer.models.loading import load_language_model
 from parse_infer.text.cuts import Segmenter
-from tests.wandb_runs import offline_runs
+from tests.wandb_runs import artifacts, offline_runs
 from tools.doc_tables import table as doc_table
 from tools.judge_ladder import (
     app,
@@ -250,6 +250,9 @@ def test_the_command_writes_and_tracks_its_result(
     [(_, records)] = offline_runs(out.with_suffix(""))
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     assert run.job_type == "bench" and "ladder" in run.tags and "target" in run.run_group
+    names = [one.name for kind in ("dataset", "model") for one in artifacts(records, kind)]
+    endings = zip(names, ("-drafts", "-logprob-adapter", "-stream-adapter"), strict=True)
+    assert all(name.endswith(ending) for name, ending in endings), names
     [logged] = out.with_suffix("").glob("wandb/offline-run-*/files/media/table/ladder*.json")
     assert [cells[0] for cells in json.loads(logged.read_text())["data"]] == list(result["rungs"])
     prompts = frozenset({prompt_hash("1?")})

@@ -64,7 +64,9 @@ def test_the_run_lasts_until_the_promise_and_has_data_and_adapter(
     assert page.read_text().count("<tr>") > 2
     provenance = json.loads((tmp_path / "out" / "adapter" / "validity_config.json").read_text())["provenance"]
     assert provenance["steps"] == 2 and 0 < provenance["epochs"] < 1 and "num_train_epochs" not in provenance
-    [data], [adapter] = artifacts(records, "dataset"), artifacts(records, "model")
+    [data], [first, adapter] = artifacts(records, "dataset"), artifacts(records, "model")
+    assert first.name == adapter.name.replace("-stream-", "-logprob-"), "the rung below, as its own run names it"
+    assert "validity_head.safetensors" in {entry.path for entry in first.manifest.contents}
     assert {"build.json", "data/train-000000-000008.jsonl"} <= {entry.path for entry in data.manifest.contents}
     assert {"validity_config.json", "adapter_model.safetensors"} <= {e.path for e in adapter.manifest.contents}
     assert all(e.ref and not e.local_path for a in (data, adapter) for e in a.manifest.contents)
