@@ -74,7 +74,7 @@ zoo-smollm2: setup
 # The public pair on code, from labelled drafts: the three judges, their ranking of the drafts held out, then accuracy and speed
 # beside the rules, greedily and at the target's own sampling. Each step resumes if it is interrupted.
 JUDGE = $(BIN)/python -m parse_train recipes/qwen-coder/train.yaml --eval_share 0.4
-ON_GPU = --option draft_dtype=bfloat16 --option batch_size=1024 --option timed=30
+ON_GPU = --option dtype=bfloat16 --option draft_dtype=bfloat16 --option batch_size=1024 --option limit=364 --option timed=30
 qwen-coder: setup
 	mkdir -p data
 	tar -xf zoo/labels/qwen-coder-code.tar.xz -C data

@@ -69,7 +69,7 @@ class _Branch:
         memories: what the judge of each place remembers; nothing where the threshold accepts nothing.
         inside: the target has begun a character, and goes on, as in `speculate`.
         unread: draft tokens of this text that the draft model has yet to read.
-        alone: the draft model cannot continue, and the target writes the rest.
+        alone: the draft model cannot continue, or no point accepts anything, and the target writes the rest.
     """
 
     row: int
@@ -114,7 +114,8 @@ class JointDecoder:
     def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer] | None]:
         """Yield the answers of each row in order, one for each of its points. None: the draft ends before a head can
         tell whether it is usual (`UsualDrafts`), and the engine would go on to look at the next draft."""
-        size = max(1, _GROUP * self._size // max((row.most() for row in rows), default=1))
+        most = max((row.most() for row in rows), default=1)
+        size = max(1, min(_GROUP * self._size // most, self._size))  # the prompts of a group lie in one padded cache
         for start in range(0, len(rows), size):
             yield from self._group(rows[start : start + size])
 
@@ -130,7 +131,8 @@ class JointDecoder:
             for lm, ends in ((target, target.eos_ids), (draft, ()))
         ]
         own = [self._tokens.prompt(prompt) for prompt in prompts.values()]
-        fits = [len(ids) < draft.window for ids in own]
+        judged = {contexts[id(row.prompt)] for row in rows if any(threshold <= 1 for _, threshold in row.points)}
+        fits = [number in judged and len(ids) < draft.window for number, ids in enumerate(own)]
         prefilled = [
             decoders[0].prefill([target.render(prompt) for prompt in prompts.values()]),
             decoders[1].prefill([ids if fit else ids[:1] for ids, fit in zip(own, fits, strict=True)]),
@@ -185,7 +187,9 @@ class JointDecoder:
     ) -> None:
         """Write one token of every answer; where its points disagree about it, the answer becomes two."""
         target, draft = batches
-        drafted, logits = draft.logits().argmax(-1).tolist(), target.logits()
+        drafting = any(branch.places and not branch.alone for branch in branches)
+        drafted = draft.logits().argmax(-1).tolist() if drafting else [0] * len(branches)
+        logits = target.logits()
         tokens: list[int | None] = [
             None if branch.alone or branch.unread or not branch.places else self._tokens.proposal(token)
             for branch, token in zip(branches, drafted, strict=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from parse_infer.models import batch_decoder
 from parse_infer.models.attention import enable_split_attention
 from parse_infer.models.batch_decoder import BatchDecoder, BatchRow, Contexts
+from parse_infer.models.batched_kv_cache import BatchedKVCache, KVLayer
 from parse_infer.models.decoder import Decoder
 from parse_infer.models.token_sampling import RowSampling, choose, uniform_numbers
 from parse_infer.settings.sampling import Sampling, seed_of
@@ -173,6 +174,26 @@ def test_rows_come_and_go(make_model: Callable[..., PreTrainedModel], sequences:
     wanted = [written_alone(model, ids, 6) for ids in reversed(sequences)]
     assert runs[0].written == []
     assert [run.written for run in runs[1:]] == wanted[1:]
+
+
+def test_new_rows_seldom_copy_the_others() -> None:
+    """Or long runs, whose rows come one by one, fragment the memory."""
+    keys, values = torch.randn(2, 1, 64, 4), torch.randn(2, 1, 64, 4)
+    cache = BatchedKVCache([KVLayer(keys.clone(), values.clone())])
+    (layer,), places = cache.kv, set()
+    for n_rows in range(3, 43):
+        cache.append(1)
+        places |= {(layer.keys.data_ptr(), layer.values.data_ptr())}
+        assert cache.n_rows == n_rows and layer.keys.is_contiguous()
+    assert len(places) <= 4
+    cache.reserve(65)
+    cache.append(1)
+    cache.keep([1, 42, 0])
+    cache.append(2)
+    for found, first in ((layer.keys, keys), (layer.values, values)):
+        assert found.shape == (5, 1, 128, 4)
+        torch.testing.assert_close(found[[2, 0], :, :64], first)
+        assert not found[[1, 3, 4]].any() and not found[:, :, 64:].any()
 
 
 def test_budgets_end_tokens_and_mistakes(make_model: Callable[..., PreTrainedModel]) -> None:
