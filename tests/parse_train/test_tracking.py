@@ -96,6 +96,32 @@ def test_files_leave_the_machine_only_if_requested(
     assert entry.ref == "https://huggingface.co/datasets/someone/drafts", "what is on the Hub is never sent"
 
 
+def test_online_runs_are_linked_by_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    seen: list[tuple[str, str]] = []
+
+    class Online:
+        offline = False
+
+        def use_artifact(self, artifact: Any) -> None:
+            seen.append(("used", artifact.name))
+
+        def log_artifact(self, artifact: Any) -> None:
+            seen.append(("logged", artifact.name))
+
+    monkeypatch.setattr(tracking, "_run", Online)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    for kind in ("dataset", "model"):
+        tracking.log_artifact("reference", kind, f"own-{kind}", tmp_path)
+        tracking.log_artifact("reference", kind, f"read-{kind}", tmp_path, used=True)
+    assert seen == [
+        ("logged", "own-dataset"),
+        ("used", "read-dataset"),
+        ("logged", "own-model"),
+        ("used", "read-model"),
+    ]
+
+
 def test_a_tracker_that_fails_later_stops_nothing(
     config: LogprobTrainingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

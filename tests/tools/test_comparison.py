@@ -338,7 +338,9 @@ def test_the_tables_name_the_targets_accuracy_and_tokens_per_forward():
         and "| 50.0 [50.0, 50.0] | 9.0 | 2.00× [" in text
     )
     assert "by definition: 37.5 % [" in text and "] (new, joint); not recorded (old)." in text
-    assert "Answers of joint were decoded jointly." in text
+    assert "Answers of joint were decoded jointly. There 'accepts nothing' is the target compared with itself" in text
+    joint["points"][0] |= {"lost": 0.02}
+    assert "rounding in 16 bits makes it differ" in markdown({"rules": {"joint": joint}, "environment": {}})
     assert "| 16.0 |" in markdown_of_points({"rules": {"new": found}, "environment": {}})
     shares = {"rules": {"new": found | {"loss": "lost"}}, "environment": {}}
     assert "| lost here, % | tokens |" in markdown_of_points(shares)

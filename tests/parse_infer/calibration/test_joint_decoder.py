@@ -234,13 +234,18 @@ def test_where_nothing_is_kept_the_target_writes(engines: list[ParseEngine], mon
 def test_the_target_alone_runs_no_draft_model(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
     """Points that accept nothing have one answer, whatever their judges: a batch of two has room for two prompts."""
     ran, logits = [], Batch.logits
-    monkeypatch.setattr(Batch, "logits", lambda batch: ran.append((batch._decoder.model, len(batch.runs))) or logits(batch))
+    monkeypatch.setattr(
+        Batch, "logits", lambda batch: ran.append((batch._decoder.model, len(batch.runs))) or logits(batch)
+    )
+    groups, group = [], JointDecoder._group
+    monkeypatch.setattr(JointDecoder, "_group", lambda self, rows: groups.append(len(rows)) or group(self, rows))
     rows = [JointRow(prompt, ((0, ACCEPT_NOTHING), (1, ACCEPT_NOTHING)), N) for prompt in PROMPTS]
     for prompt, answers in zip(PROMPTS, decoder(engines[:2], 2).answers(rows), strict=True):
         alone = engines[0].generate_target(prompt, max_new_tokens=N).token_ids
         assert [(each.ids, each.rejected) for each in answers] == [(alone, len(alone))] * 2
     assert all(model is engines[0].target.model for model, _ in ran), "nothing is drafted"
     assert max(width for _, width in ran) == 2
+    assert groups == [2, 1], "no more prompts are prefilled together than rows are decoded"
 
 
 def test_a_character_that_the_target_begins_it_ends(engines: list[ParseEngine], monkeypatch: pytest.MonkeyPatch):
