@@ -44,7 +44,7 @@ class JointRow:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
 
-    def most(self, places: Collection[int] | None = None) -> int:
+    def max_answers(self, places: Collection[int] | None = None) -> int:
         """Into how many answers these of its points, or all, may split: those that accept nothing have one answer."""
         points = self.points if places is None else [self.points[place] for place in places]
         accepting = sum(threshold <= 1 for _, threshold in points)
@@ -114,7 +114,7 @@ class JointDecoder:
     def answers(self, rows: Sequence[JointRow]) -> Iterator[list[JointAnswer] | None]:
         """Yield the answers of each row in order, one for each of its points. None: the draft ends before a head can
         tell whether it is usual (`UsualDrafts`), and the engine would go on to look at the next draft."""
-        most = max((row.most() for row in rows), default=1)
+        most = max((row.max_answers() for row in rows), default=1)
         size = max(1, min(_GROUP * self._size // most, self._size))  # the prompts of a group lie in one padded cache
         for start in range(0, len(rows), size):
             yield from self._group(rows[start : start + size])
@@ -144,11 +144,11 @@ class JointDecoder:
         waiting = deque((i, row) for i, row in enumerate(rows) if told[contexts[id(row.prompt)]])
         branches: list[_Branch] = []  # by slot
         while waiting or branches:
-            running = sum(rows[branch.row].most(branch.places) for branch in branches)
+            running = sum(rows[branch.row].max_answers(branch.places) for branch in branches)
             arriving = []
-            while waiting and (not running or running + waiting[0][1].most() <= self._size):
+            while waiting and (not running or running + waiting[0][1].max_answers() <= self._size):
                 arriving.append(waiting.popleft())
-                running += arriving[-1][1].most()
+                running += arriving[-1][1].max_answers()
             slots: list[int] = []
             for batch, decoder, context, lm in zip(batches, decoders, prefilled, self._models, strict=True):
                 runs = []

@@ -97,21 +97,21 @@ class KVLayer(CacheLayerMixin):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
-        self._rooms = [keys, values]  # the same with spare rows of zeros
+        self._buffers = [keys, values]  # the same with spare rows of zeros
         self.is_initialized = True
         self.rows, self.slots, self.n_keys = torch.empty(0, 1), torch.empty(0, 0), 0
 
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change keys and values. One at a time, so that at most one tensor exists twice."""
-        self.keys = self._rooms[0] = change(self.keys)
-        self.values = self._rooms[1] = change(self.values)
+        self.keys = self._buffers[0] = change(self.keys)
+        self.values = self._buffers[1] = change(self.values)
 
     def extend(self, n_rows: int) -> None:
         """Append rows of zeros, until there are `n_rows`."""
-        for i, room in enumerate(self._rooms):
-            if (missing := n_rows - room.shape[0]) > 0:
-                self._rooms[i] = torch.cat([room, room.new_zeros(missing + _MORE_ROWS, *room.shape[1:])])
-        self.keys, self.values = (room[:n_rows] for room in self._rooms)
+        for i, buffer in enumerate(self._buffers):
+            if (missing := n_rows - buffer.shape[0]) > 0:
+                self._buffers[i] = torch.cat([buffer, buffer.new_zeros(missing + _MORE_ROWS, *buffer.shape[1:])])
+        self.keys, self.values = (buffer[:n_rows] for buffer in self._buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the constructor receives the memory."""
