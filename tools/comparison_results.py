@@ -147,14 +147,15 @@ def _notes(results: dict[str, Any]) -> list[str]:
         "the same models in the same run, over the time of the rule.",
         f"Right answers of the target alone, at 1.00× by definition: {_target_alone(results)}.",
     ]
-    if joint := [label(name, rule) for name, rule in results["rules"].items() if "written" in rule["points"][0]]:
-        nothing = [rule["points"][0]["lost"] for rule in results["rules"].values() if "written" in rule["points"][0]]
-        same = "the target compared with itself, by construction: its loss of 0 is no measurement of lossless sampling"
-        apart = "the target beside other answers, and rounding in 16 bits makes it differ from the target alone"
-        notes.append(
-            f"Answers of {', '.join(joint)} were decoded jointly. There 'accepts nothing' is "
-            f"{apart if any(nothing) else same}."
+    if joint := {name: rule for name, rule in results["rules"].items() if "written" in rule["points"][0]}:
+        rounded = any(rule["models"].get("dtype", "float32") != "float32" for rule in joint.values())
+        nothing = (
+            "the target compared with itself, by construction: its loss of 0 is no measurement of lossless sampling"
         )
+        if rounded:
+            nothing = "the target beside other answers, and rounding in 16 bits makes it differ from the target alone"
+        names = ", ".join(label(name, rule) for name, rule in joint.items())
+        notes.append(f"Answers of {names} were decoded jointly. There 'accepts nothing' is {nothing}.")
     machines = machines_of(results)
     if len(machines) > 1:
         places = "; ".join(f"{', '.join(names)}: {machine}" for machine, names in machines.items())
