@@ -148,7 +148,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
         f"Right answers of the target alone, at 1.00× by definition: {_target_alone(results)}.",
     ]
     if joint := {name: rule for name, rule in results["rules"].items() if "written" in rule["points"][0]}:
-        rounded = any(rule["models"].get("dtype", "float32") != "float32" for rule in joint.values())
+        rounded = any(rule["models"]["dtype"] != "float32" for rule in joint.values())
         nothing = (
             "the target compared with itself, by construction: its loss of 0 is no measurement of lossless sampling"
         )

@@ -292,7 +292,7 @@ def calibration() -> Calibration:
         "confidence": 0.9,
         "max_new_tokens": 30,
     }
-    return Calibration(**facts, models={}, tried=points, promises={0.05: 1, 0.01: None})
+    return Calibration(**facts, models={"dtype": "float32"}, tried=points, promises={0.05: 1, 0.01: None})
 
 
 def test_answers_won_make_up_for_answers_lost(tmp_path: Path):
