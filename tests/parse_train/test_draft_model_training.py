@@ -81,7 +81,7 @@ def test_an_aligned_draft_model_agrees_and_is_not_trained_twice(recipe, tmp_path
     forwards = {}
     for name, draft in (("published", published), ("aligned", aligned)):
         engine = ParseEngine.from_models(target, draft)
-        engine.backend.target_drafter = load_token_drafter("draft", target, draft)
+        engine.backend.target_drafter = load_token_drafter("draft:tokens=4", target, draft)
         found = [engine.generate_target(f"{a} and 0?", max_new_tokens=16, speculate=True) for a in range(4)]
         forwards[name] = sum(each.stats.target_forwards for each in found)
     assert forwards["aligned"] < 0.8 * forwards["published"], forwards

@@ -151,7 +151,7 @@ class CompletionServer:
             _send(http, 200, ["?"])
         else:
             if fault == "slow":
-                time.sleep(1.0)
+                time.sleep(2.0)
             choice = self._choice(body)
             if fault == "abort":
                 choice |= {"finish_reason": "abort", "token_ids": choice["token_ids"][:1]}

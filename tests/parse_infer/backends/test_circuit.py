@@ -313,8 +313,8 @@ def test_the_client_gets_the_retry_after_of_resting_servers(engine, connect):
 @pytest.mark.parametrize("fault", ["500", "hangs", "gone", 402])
 def test_a_draft_server_that_fails_costs_one_short_try(engine, connect, fault, server_type, clock, monkeypatch):
     """Its health is fine all the time."""
-    monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 0.2 if fault == "hangs" else 30.0)
-    monkeypatch.setattr(retries, "TRIAL_SILENCE_S", 0.2)
+    monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 1.0 if fault == "hangs" else 30.0)
+    monkeypatch.setattr(retries, "TRIAL_SILENCE_S", 1.0 if fault == "hangs" else 30.0)
     draft = None if server_type is None else server_type(engine.draft)
     coordinator, _, draft = connect(engine, draft=draft, clock=clock)
     draft.faults.extend([(fault, {}) if isinstance(fault, int) else fault] * 1000)
@@ -346,7 +346,7 @@ def test_a_draft_server_that_sends_no_completions_fails_too(engine, connect, clo
 
 
 def test_a_trial_is_short(engine, connect, clock, monkeypatch):
-    monkeypatch.setattr(retries, "TRIAL_SILENCE_S", 0.1)
+    monkeypatch.setattr(retries, "TRIAL_SILENCE_S", 1.0)
     monkeypatch.setattr(server_pair, "DRAFT_SILENCE_S", 100.0)
     coordinator, _, draft = connect(engine, clock=clock)
     draft.faults.extend(["500", "hangs"])

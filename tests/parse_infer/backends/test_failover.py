@@ -100,9 +100,9 @@ def test_health_is_a_status_whatever_the_text(engine, connect, quick_checks, sta
 
 
 def test_a_server_is_unhealthy_after_several_missed_health_checks(engine, connect, quick_checks, monkeypatch):
-    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     monkeypatch.setattr(health, "CHECKS_MISSED", 1_000_000)
     coordinator, (target,), _ = connect(engine)
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     coordinator.generate_target(PROMPT, max_new_tokens=8)
     target.health_status = "hangs"
     checks = len(target.clients)
@@ -117,8 +117,8 @@ def test_a_server_is_unhealthy_after_several_missed_health_checks(engine, connec
 @pytest.mark.slow
 def test_a_request_does_not_wait_for_a_server_that_has_vanished(engine, connect, quick_checks, monkeypatch, streamed):
     """As where a machine is gone: no connection breaks, but nothing comes any more."""
-    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     coordinator, targets, _ = connect(engine, n_targets=2)
+    monkeypatch.setattr(health, "CHECK_LIMIT_S", 0.2)
     wanted = coordinator.generate_target(PROMPT, max_new_tokens=8).token_ids
     targets[0].faults.extend(["hangs"] * 4)
     targets[0].health_status = "hangs"

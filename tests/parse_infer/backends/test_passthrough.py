@@ -351,7 +351,7 @@ def test_a_slow_stream_ends_with_an_error_at_the_time_limit(engine, connect):
     coordinator, (target,), _ = connect(engine)
     target.canned = 200, {"Content-Type": "text/event-stream"}, [b"data: {}\n\n"] * 100
     target.pause = 0.1
-    with running(LoopRunner(coordinator), engine, Limits(request_s=0.3)) as served:
+    with running(LoopRunner(coordinator), engine, Limits(request_s=1.0)) as served:
         text = served.chat(tools=TOOLS, stream=True).text
         assert text.startswith("data: {}\n\n") and '"code":"timeout"' in text
         target.canned = 200, KIND, [b"1"] * 100

@@ -129,10 +129,11 @@ def test_a_server_without_usable_log_probabilities(sglang, fault, message):
 
 def test_a_stream_that_ends_early_is_aborted_before_its_connection_is_closed(sglang):
     _, coordinator, target = sglang()
-    target.pause = 0.01
+    target.pause = 0.1  # it still writes when the abort comes
     stream = coordinator.stream_target(PROMPT, max_new_tokens=N)
     next(stream)
     stream.close()
+    target.pause = 0.0
     (body,) = target.bodies
     assert target.aborted == [body["rid"]]
     *_, done = coordinator.stream_target(PROMPT, max_new_tokens=N + 1)  # the last piece has the last token
