@@ -267,19 +267,18 @@ def tracked(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Show the figures; below each that of a later rung its difference to the first."""
+    """Show each figure of all judges, which are too many for columns, with a later one's difference to the first."""
     shown = Table(title=f"{result['wrong_drafts']:,} of {result['drafts']:,} drafts have an error")
     shown.add_column("figure")
-    for name, of_rung in result["rungs"].items():
-        shown.add_column(f"{name} ({of_rung['seeds']})", justify="right")
-    for figure in FIGURES:
-        cells = []
-        for i, of_rung in enumerate(result["rungs"].values()):
-            apart, low, high = of_rung["to_first"][figure]
-            cells.append(f"{of_rung[figure]:.3f}" + (f"\n{apart:+.3f} [{low:+.3f}, {high:+.3f}]" if i else ""))
-        shown.add_row(figure, *cells)
-    for figure in _COSTS:
-        shown.add_row(figure, *(f"{of[figure]:.3f}" if figure in of else "" for of in result["rungs"].values()))
+    shown.add_column("judge (seeds)", no_wrap=True)
+    shown.add_column("value", justify="right", no_wrap=True)
+    shown.add_column("to the first [95 %]", justify="right", no_wrap=True)
+    for figure in (*FIGURES, *_COSTS):
+        known = [(name, of) for name, of in result["rungs"].items() if figure in of]
+        for i, (name, of) in enumerate(known):
+            apart = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*of["to_first"][figure]) if i and figure in FIGURES else ""
+            judge = f"{name} ({of['seeds']})" if of["seeds"] > 1 else name
+            shown.add_row("" if i else figure, judge, f"{of[figure]:.3f}", apart, end_section=i + 1 == len(known))
     lines = [f"AUROC of the length alone: {result['auroc_of_length']:.3f}; best rule: {result['best_rule']}"]
     shown.caption = "\n".join([*lines, *filter(None, [result["warning"]])])
     return shown

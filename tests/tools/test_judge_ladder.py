@@ -127,7 +127,7 @@ def test_a_better_rung_is_told_from_a_worse_one(rows, tmp_path):
     result = {"rungs": found, "drafts": 200, "problems": 100, "wrong_drafts": 67, "auroc_of_length": 0.5}
     result |= {"warning": few_errors(67), "best_rule": "better"}
     shown = table(json.loads(json.dumps(result)))
-    assert shown.row_count == len(FIGURES) + 2 and "67 wrong drafts, fewer than 500" in str(shown.caption)
+    assert shown.row_count == 2 * len(FIGURES) + 2 and "67 wrong drafts, fewer than 500" in str(shown.caption)
     columns, cells = tracked(result)
     assert len(columns) == len(cells[0]) and cells[0][-1] == 1.17 and cells[1][-1] is None
     run = {"date": "2026-01-02T03:04:05", "command": "python -m tools.judge_ladder x", "dtype": "float32"}
