@@ -40,8 +40,8 @@ class LogprobHeadConfig:
         width: size of the layers and of the recurrent state.
         text_size: size of a token's embedding; 0: the head knows flags of a token, and not its text.
         buckets: hash values of the byte n-grams.
-        sharpness: 1 adds up the doubt about all tokens, so long answers are doubted for their length; with a high
-            value only the most doubtful tokens count (`pool_doubt`).
+        sharpness: how verdicts pool the doubt about tokens (`pool_doubt`). 1 adds it up, so a token may be rejected
+            for the doubt before it; with a high value nearly the most doubtful token alone counts.
     """
 
     k: int = 5

@@ -142,7 +142,7 @@ def test_a_better_rung_is_told_from_a_worse_one(rows, tmp_path):
 
 def test_results_of_earlier_versions_are_still_rendered(tmp_path):
     """They have no corrections, kept tokens and costs."""
-    lines = doc_table([ROOT / "docs" / "results" / "ladder-smollm2.json"], "ladder")
+    lines = doc_table([ROOT / "docs" / "results" / "ladder.json"], "ladder")
     assert sum(line.startswith("| judge |") for line in lines) == 2 and "at 1 % missed errors" in lines[7]
 
 

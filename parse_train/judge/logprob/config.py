@@ -42,10 +42,10 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
     )
     buckets: int = field(default=8192, metadata={"help": "Hash values of the byte n-grams of tokens."})
     sharpness: float = field(
-        default=1.0,
+        default=8.0,
         metadata={
-            "help": "1: doubt about all tokens adds up, so long answers are doubted for their length; the higher, the "
-            "more the most doubtful tokens count alone."
+            "help": "How verdicts pool the doubt about tokens, which adds up in training. 1: it adds up there too, so "
+            "a token may be corrected for the doubt before it; the higher, the more the most doubtful counts alone."
         },
     )
     noise: float = field(

@@ -51,12 +51,16 @@ class TokenModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Return {"logits": float32 [B, K]} of validity, arbitrary in padding.
 
+        Doubt adds up in training, as errors do: any token may be the wrong one. Verdicts, and so evaluations, pool it
+        by the head's sharpness.
+
         Args:
             each: float32 [B, T], the doubt about each token.
             is_choice: bool [B, T], the tokens that are the target's first choice.
             cuts: int64 [B, K], number of draft tokens in each prefix, at least 1; negative for padding.
         """
-        doubt = pool_doubt(each.masked_fill(is_choice, NO_DOUBT), head.config.sharpness)
+        sharpness = 1.0 if self.training else head.config.sharpness
+        doubt = pool_doubt(each.masked_fill(is_choice, NO_DOUBT), sharpness)
         return {"logits": head.bias - doubt.gather(-1, (cuts - 1).clamp_min(0))}
 
     def _noisy(self, own: Tensor, top: Tensor, is_choice: Tensor) -> tuple[Tensor, Tensor]:

@@ -288,6 +288,23 @@ def test_noise_moves_no_token_to_another_place(build):
     assert 0 < (own - batch["own"]).abs().max() < 0.2
 
 
+def test_doubt_adds_up_in_training_and_verdicts_pool_it_by_the_sharpness(build):
+    batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:8]])
+    inputs = {key: batch[key] for key in ("own", "top", "ids", "first", "cuts")}
+    texts = TokenTexts(load_tokenizer(build / "target"), (), 8192)
+    model, known = LogprobModel(LogprobHead(LogprobHeadConfig(k=3, sharpness=8.0)), texts), batch["cuts"] > 0
+    features = model.features(*(batch[key] for key in ("own", "top", "ids", "first")))
+    odds = model.head(features, batch["ids"], batch["first"], texts)[0].double().exp()
+    odds[batch["ids"] == batch["first"]] = 1e-30
+    for training, power in ((True, 1), (False, 8)):
+        pooled = (odds**power).cumsum(-1).clamp_min(1e-300).log() / power
+        expected = model.head.bias - pooled.gather(-1, (batch["cuts"] - 1).clamp_min(0))
+        found = model.train(training)(**inputs)["logits"]
+        some = known & (expected < 20)  # a prefix of first choices alone has no doubt, as a number of its own
+        assert some.any()
+        torch.testing.assert_close(found[some].double(), expected[some], atol=1e-4, rtol=1e-4)
+
+
 def test_only_the_targets_choices_are_shown_as_certain(build):
     batch = LogprobCollator()([LogprobExample.of(draft, 3) for draft in list(read_drafts(build / "build"))[:8]])
     texts = TokenTexts(load_tokenizer(build / "target"), (), 8192)
