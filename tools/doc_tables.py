@@ -308,7 +308,8 @@ def _ladder(results: dict[str, Any]) -> list[str]:
         if figures:
             shares = [f"{100 * float(figure.rpartition('_')[2]):g}" for figure in figures]
             heading = ["judge", title.format(shares[0]), *(f"at {share} %" for share in shares[1:])]
-            lines += ["", *markdown_table(heading, rows(figures, 1 if kind == "corrections_at" else 100, 1))]
+            scale, digits = (1, 2) if kind == "corrections_at" else (100, 1)
+            lines += ["", *markdown_table(heading, rows(figures, scale, digits))]
     return lines
 
 
