@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from transformers import PreTrainedModel, set_seed
@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, set_seed
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
+from parse_infer.judge.adapter import ValidityConfig
 from parse_infer.judge.adapter_files import read_adapter
-from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead
+from parse_infer.judge.logprob_head import NO_DOUBT, LogprobHead, LogprobHeadConfig
 from parse_infer.judge.stream.head import StreamHead, StreamHeadConfig
 from parse_infer.judge.token_logprobs import TokenTexts
 from parse_infer.models.architecture import text_config
@@ -122,9 +123,10 @@ def first_rung(config: StreamTrainingConfig) -> None:
         config.start_from = str(first.adapter_dir)
     else:
         read_adapter(resolve(config.start_from))  # a wrong name is a mistake of its own
-    head = (read_adapter(resolve(config.start_from)).validity_config.get("logprobs") or {}).get("head", {})
-    for key in ("k", "width", "text_size", "buckets", "sharpness"):
-        setattr(config, key, head.get(key, getattr(config, key)))
+    facts = ValidityConfig.from_dict(read_adapter(resolve(config.start_from)).validity_config)
+    if facts.logprobs is not None:
+        for key, value in asdict(LogprobHeadConfig(**facts.logprobs["head"])).items():  # at first without sharpness: 1
+            setattr(config, key, value)
 
 
 def _words(value: object) -> list[str]:

@@ -27,7 +27,7 @@ from parse_train.judge.stream import train
 from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
-from parse_train.judge.stream.train import build_model, choose_floor
+from parse_train.judge.stream.train import build_model, choose_floor, first_rung
 from parse_train.outlines import PROMPT_TOKENS
 from parse_train.recipe import load_recipe
 from parse_train.training_plan import load_config_of, plan_training
@@ -276,6 +276,13 @@ def test_the_plan_counts_what_a_step_keeps(build, tokenizer, tmp_path, checkpoin
         states = model.states(torch.ones(b, PROMPT_TOKENS, dtype=torch.long), visible, torch.ones(b, t).long())
         model.head.correct(torch.zeros(b, t), torch.zeros(b, t, config.width), states, torch.ones(b, t).bool()).sum()
     assert counted.saved == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.2)
+
+
+def test_its_sizes_and_verdicts_are_those_of_the_adapter_that_it_corrects():
+    _, config = load_recipe(REPOSITORY / "recipes/train.yaml", ["--start_from", "zoo:adapter", "--width", "8"])
+    assert (config.width, config.sharpness) == (8, 8.0)
+    first_rung(config)
+    assert (config.width, config.sharpness) == (64, 1.0), "the adapters that ship add doubt up"
 
 
 def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(build, make_model, tokenizer, tmp_path):
