@@ -73,14 +73,15 @@ zoo-smollm2: setup
 
 # The public pair on code, from labelled drafts: the three judges, their ranking of the drafts held out, then accuracy and speed
 # beside the rules, greedily and at the target's own sampling. Each step resumes if it is interrupted.
-JUDGE = $(BIN)/python -m parse_train recipes/qwen-coder/train.yaml --eval_share 0.4
+JUDGE = $(BIN)/python -m parse_train recipes/qwen-coder/train.yaml --eval_share 0.4 --start_from runs/qwen-coder-code/logprob/adapter
 ON_GPU = --option dtype=bfloat16 --option draft_dtype=bfloat16 --option batch_size=1024 --option limit=364 --option timed=30
 qwen-coder: setup
 	mkdir -p data
 	tar -xf zoo/labels/qwen-coder-code.tar.xz -C data
 	$(BIN)/parse-data read data/qwen-coder-code
+	$(BIN)/python -m parse_train recipes/qwen-coder/train-logprob.yaml --data data/qwen-coder-code --eval_share 0.4 --max_length 512 --sharpness 1 --output_dir runs/qwen-coder-code/logprob
 	$(JUDGE)
-	$(JUDGE) --start_from runs/qwen-coder-code/logprob/adapter --hidden_layers 3 --lora_rank 0 --output_dir runs/qwen-coder-code-hidden
+	$(JUDGE) --hidden_layers 3 --lora_rank 0 --output_dir runs/qwen-coder-code-hidden
 	$(BIN)/python -m tools.judge_ladder data/qwen-coder-code --unseen-only --out runs/ladder-qwen-coder.json \
 		--rung log-probabilities=runs/qwen-coder-code/logprob/adapter \
 		--rung "and hidden states=runs/qwen-coder-code-hidden/adapter" \

@@ -40,8 +40,8 @@ class LogprobHeadConfig:
         width: size of the layers and of the recurrent state.
         text_size: size of a token's embedding; 0: the head knows flags of a token, and not its text.
         buckets: hash values of the byte n-grams.
-        sharpness: how verdicts pool the doubt about tokens (`pool_doubt`). 1 adds it up, so a token may be rejected
-            for the doubt before it; with a high value nearly the most doubtful token alone counts.
+        sharpness: how verdicts pool the doubt about tokens (`pool_doubt`). 1, for adapters without this field: by its
+            sum, so a token may be rejected for the doubt before it. High: nearly by the most doubtful token alone.
     """
 
     k: int = 5

@@ -44,8 +44,8 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
     sharpness: float = field(
         default=8.0,
         metadata={
-            "help": "How verdicts pool the doubt about tokens, which adds up in training. 1: it adds up there too, so "
-            "a token may be corrected for the doubt before it; the higher, the more the most doubtful counts alone."
+            "help": "How verdicts pool the doubt about tokens, from 1 to 50. 1: by the sum, as in training, so a "
+            "token may be corrected for the doubt before it. Higher: nearly by the most doubtful token alone."
         },
     )
     noise: float = field(
@@ -74,8 +74,8 @@ class LogprobTrainingConfig(JudgeTrainingConfig):
                 raise ParseError(f"{key} is {getattr(self, key)}; it must be at least 0")
         if self.activation_checkpointing:
             raise ParseError("activation_checkpointing is set, but this recipe trains a small head and no layers")
-        if self.sharpness < 1:
-            raise ParseError(f"sharpness is {self.sharpness}; it must be at least 1")
+        if not 1 <= self.sharpness <= 50:  # odds to a higher power overflow
+            raise ParseError(f"sharpness is {self.sharpness}; it must be from 1 to 50")
         if self.certain_share > 1:
             raise ParseError(f"certain_share is {self.certain_share}; it must be at most 1")
 

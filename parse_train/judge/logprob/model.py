@@ -51,8 +51,8 @@ class TokenModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Return {"logits": float32 [B, K]} of validity, arbitrary in padding.
 
-        Doubt adds up in training, as errors do: any token may be the wrong one. Verdicts, and so evaluations, pool it
-        by the head's sharpness.
+        Training adds up the doubt, because any token may be the wrong one. Evaluation pools it as verdicts do, by the
+        head's sharpness.
 
         Args:
             each: float32 [B, T], the doubt about each token.

@@ -214,7 +214,8 @@ def test_drafts_are_read_alike_in_batches_and_alone(build):
     ("options", "message"),
     [
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
-        (["--sharpness", "0.5"], "sharpness is 0.5; it must be at least 1"),
+        (["--sharpness", "0.5"], "sharpness is 0.5; it must be from 1 to 50"),
+        (["--sharpness", "nan"], "sharpness is nan; it must be from 1 to 50"),
         (["--k", "4"], "stores 3 first choices per token: lower k"),
         (["--width", "0"], "width is 0; it must be at least 1"),
         (["--min_wrong_drafts", "40"], "wrong drafts of 24 for training, fewer than min_wrong_drafts 40: build more"),
