@@ -109,6 +109,7 @@ def first_rung(config: StreamTrainingConfig) -> None:
             "use_cpu",
         )
         given = {key: getattr(config, key) for key in same} | {"output_dir": f"{config.output_dir}/logprob"}
+        given |= {key: value for key, value in asdict(config.head).items() if value != getattr(type(config), key)}
         given["report_to"] = config.report_to or "none"
         if config.resume_from_checkpoint == "restart":
             given["resume_from_checkpoint"] = "restart"

@@ -285,6 +285,15 @@ def test_its_sizes_and_verdicts_are_those_of_the_adapter_that_it_corrects():
     assert (config.width, config.sharpness) == (64, 1.0), "the adapters that ship add doubt up"
 
 
+def test_sizes_and_verdicts_that_are_asked_for_are_those_of_the_head_that_it_trains_first(build, tmp_path):
+    first = recipe(build, tmp_path / "first", "logprob", text_size=6, width=12, max_steps=1)
+    _, config = load_recipe(
+        recipe(build, tmp_path / "out", start_from=first), [*OPTIONS, "--width", "8", "--sharpness", "2"]
+    )
+    first_rung(config)
+    assert (config.text_size, config.width, config.sharpness) == (6, 8, 2.0), "text_size is the recipe's own"
+
+
 def test_the_real_recipe_builds_on_a_tiny_model_of_its_kind(build, make_model, tokenizer, tmp_path):
     """Qwen3's configuration end to end: load, wrap, one step in bfloat16 with checkpointing."""
     make_model("qwen3").save_pretrained(tmp_path / "target")
