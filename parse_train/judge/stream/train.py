@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 import torch
 from transformers import PreTrainedModel, set_seed
 
+from data_tools.recipe_parser import read_recipe
 from parse_infer import tracking
 from parse_infer.calibration.held_out import prompt_hash
 from parse_infer.errors import ParseError
@@ -116,9 +117,10 @@ def first_rung(config: StreamTrainingConfig) -> None:
         options = [
             part for key, value in given.items() if value not in (None, []) for part in (f"--{key}", *_words(value))
         ]
+        kind = read_recipe(config.start_from).get("recipe", LogprobTrainingConfig.kind)
+        if kind != LogprobTrainingConfig.kind:
+            raise ParseError(f"start_from {config.start_from} is a recipe of kind {kind}, not logprob")
         train, first = load_recipe(config.start_from, options)
-        if type(first) is not LogprobTrainingConfig:
-            raise ParseError(f"start_from {config.start_from} is a recipe of kind {first.kind}, not logprob")
         load_datasets(config, 1)  # too few drafts, before anything is trained
         train(first)
         config.start_from = str(first.adapter_dir)

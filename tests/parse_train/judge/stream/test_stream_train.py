@@ -228,6 +228,7 @@ def test_gradients_are_those_of_finite_differences(build, tokenizer):
     [
         (["--start_from", ""], "the recipe needs the key start_from: an adapter on log-probabilities"),
         (["--start_from", "nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
+        (["--start_from", str(REPOSITORY / "recipes/eagle3.yaml")], "is a recipe of kind eagle, not logprob"),
         (["--sure_share", "0.5"], "sure_share is 0.5; it must be at least 0 and below 0.5"),
         (["--lora_rank", "-1"], "lora_rank is -1; it must be at least 0"),
         (["--lora_rank", "0"], "lora_rank and hidden_layers are 0, so nothing would be corrected: set one of them"),
