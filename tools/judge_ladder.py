@@ -69,7 +69,7 @@ def compare(
     data: Annotated[Path, typer.Argument(help="Held-out build with log-probabilities, which no adapter has learnt.")],
     rung: Annotated[list[str], typer.Option(help="NAME=ADAPTER,ADAPTER,…: one adapter for each seed.")],
     out: Annotated[Path, typer.Option(help="JSON file of the result.")] = Path("runs/ladder.json"),
-    dtype: Annotated[str, typer.Option(help="Dtype of the target.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the target; default: that of DATA's reads.")] = None,
     device: Annotated[str | None, typer.Option(help="Device of the target; default: the GPU, if any.")] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Resamples of the bootstrap.")] = 1000,
     unseen_only: Annotated[
@@ -87,7 +87,8 @@ def compare(
     if report_to not in tracking.TRACKERS:
         raise ParseError(f"--report-to is {report_to!r}; choose one of {', '.join(tracking.TRACKERS)}")
     rungs, build = read_rungs(rung), read_build_info(str(data))
-    drafts, rules = list(read_drafts(data)), rules_for(read_info(data)["k"])
+    drafts, reads = list(read_drafts(data)), read_info(data)
+    rules, dtype = rules_for(reads["k"]), dtype or reads["dtype"] or "auto"  # servers do not say theirs
     if taken := rungs.keys() & rules.keys():
         raise ParseError(f"--rung {min(taken)} has the name of a rule in the table: choose another")
     for adapter in (adapter for folders in rungs.values() for adapter in folders):
@@ -116,7 +117,7 @@ def compare(
             "dtype": str(lm.model.dtype).removeprefix("torch."),
         },
         "data": data.name,
-        "reads": read_info(data),
+        "reads": reads,
         "drafts": len(drafts),
         "problems": len(set(held.owner.tolist())),
         "wrong_drafts": wrong,

@@ -229,7 +229,7 @@ def test_the_command_writes_and_tracks_its_result(
     target, data, out = tmp_path / "target", tmp_path / "held-out", tmp_path / "ladder.json"
     make_model("llama_gqa").save_pretrained(target)
     tokenizer.save_pretrained(target)
-    lm = load_language_model(target, role="target", dtype="float32")
+    lm = load_language_model(target, role="target", dtype="bfloat16")  # not that of the files
     random_adapter(lm.model).save_pretrained(tmp_path / "one")
     random_adapter(lm.model, stream=True).save_pretrained(tmp_path / "two")
     (data / "data").mkdir(parents=True)
@@ -241,11 +241,12 @@ def test_the_command_writes_and_tracks_its_result(
     (data / "build.json").write_text(json.dumps(facts))
     add_logprobs(data, lambda: LocalWriter(lm, 5), 5)
     rungs = ["--rung", f"head={tmp_path / 'one'}", "--rung", f"stream={tmp_path / 'two'}"]
-    command = [str(data), *rungs, "--out", str(out), "--resamples", "5", "--dtype", "float32"]
+    command = [str(data), *rungs, "--out", str(out), "--resamples", "5"]
     assert run_app(app, "ladder", [*command, "--report-to", "wandb"]) == 0, capsys.readouterr().err
     result = json.loads(out.read_text())
     assert list(result["rungs"]) == ["head", "stream", "lowest log-probability", "min-p", "accept-threshold", "fly"]
     assert result["warning"] == "20 wrong drafts, fewer than 500" and result["best_rule"] in result["rungs"]
+    assert result["environment"]["dtype"] == result["reads"]["dtype"] == "bfloat16"
     assert result["rungs"]["head"]["over_read"] > 0 and "over_read" not in result["rungs"]["fly"]
     [(_, records)] = offline_runs(out.with_suffix(""))
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")

@@ -25,9 +25,10 @@ def test_kept_labels_are_whole_and_small(file: Path, tmp_path: Path) -> None:
     assert config.split == "train" and not config.prefix_labels and config.drop_unsolved
     rows = [row for row in read_rows(folder) if row.labels]
     wrong = sum(not all(row.labels) for row in rows)
-    listed = re.search(rf"`{file.name}` \| ([\d,]+) \| ([\d,]+) .*? \| ([\d,]+) \|", (FOLDER / "README.md").read_text())
+    number, page = r"([\d,]+)", (FOLDER / "README.md").read_text()
+    listed = re.search(rf"`{file.name}` \| {number} \| {number} .*? \| {number} \|", page)
     assert listed is not None, "no row in the table of README.md"
-    assert [int(number.replace(",", "")) for number in listed.groups()] == [
+    assert [int(each.replace(",", "")) for each in listed.groups()] == [
         len(rows),
         len({row.problem for row in rows}),
         wrong,
