@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -196,7 +197,7 @@ class JointDecoder:
         ]
         proposed = torch.tensor([token or 0 for token in tokens], device=logits.device)
         read = read_logprobs(logits, proposed, lambda scores: scores, self._k)
-        verdicts = self._verdicts(branches, rows, tokens, read)
+        verdicts = self._verdicts(branches, rows, tokens, read, target)
         forks: list[tuple[int, int, _Branch]] = []
         written: list[tuple[_Branch, list[int], int]] = []
         for slot, branch in enumerate(branches):
@@ -247,7 +248,12 @@ class JointDecoder:
         draft.write(read_next)
 
     def _verdicts(
-        self, branches: Sequence[_Branch], rows: Sequence[JointRow], tokens: Sequence[int | None], read: TokenLogprobs
+        self,
+        branches: Sequence[_Branch],
+        rows: Sequence[JointRow],
+        tokens: Sequence[int | None],
+        read: TokenLogprobs,
+        target: Batch,
     ) -> list[dict[tuple[int, int], tuple[float, Memory | None]]]:
         """By judge, the validity of each proposed token after each memory, and the memory if it is accepted; keys are
         slots and memories."""
@@ -262,9 +268,24 @@ class JointDecoder:
         verdicts = []
         for each, some in zip(self._judges, asked, strict=True):
             part = read.part(torch.tensor([slot for slot, _ in some], dtype=torch.long, device=read.ids.device))
-            answers = each.judge(part.first(each.k), [*some.values()]) if some else ([], [])
+            states = partial(self._states, target, tokens, [slot for slot, _ in some], each.layers)
+            answers = each.judge(part.first(each.k), [*some.values()], states) if some else ([], [])
             verdicts.append(dict(zip(some, zip(*answers, strict=True), strict=True)))
         return verdicts
+
+    def _states(
+        self,
+        target: Batch,
+        tokens: Sequence[int | None],
+        slots: Sequence[int],
+        layers: Sequence[int],
+        chosen: Sequence[int],
+    ) -> Tensor:
+        """What the target's layers read at the proposed tokens of the chosen ones of these slots, which may repeat."""
+        places = dict.fromkeys(slots[i] for i in chosen)
+        found = target.states({slot: token for slot in places if (token := tokens[slot]) is not None}, layers)
+        rows = dict(zip(places, range(len(places)), strict=True))
+        return found[[rows[slots[i]] for i in chosen]]
 
     def _read(self, rows: Sequence[JointRow], written: Sequence[tuple[_Branch, list[int], int]]) -> None:
         """Let the judges of these places of branches read a token that the target has written."""

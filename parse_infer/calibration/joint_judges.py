@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +13,15 @@ from parse_infer.errors import ModelError
 from parse_infer.judge.floor import FlooredJudge
 from parse_infer.judge.logprob_head import LogprobScorer, pool_doubt
 from parse_infer.judge.rules.rule import RuleJudge, TokenRule
+from parse_infer.judge.stream.scorer import StreamScorer
 from parse_infer.judge.token_logprobs import TokenLogprobs, certain_features
 from parse_infer.models.loading import LanguageModel
 
 REJECTED = -1.0
 """The validity of a token that no threshold keeps."""
+
+States = Callable[[Sequence[int]], Tensor]
+"""The inputs of `JointJudge.layers` at the draft tokens of some of the answers, [n, layers, H]: another forward."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ class JointJudge(ABC):
     Attributes:
         k: number of the target's first choices that it reads.
         first_tokens: draft tokens by which it tells whether it can judge an answer; 0: it always can.
+        layers: of the target, whose inputs it reads.
     """
 
     k: int
     first_tokens = 0
+    layers: Sequence[int] = ()
 
     def usual(self, draft: TokenLogprobs) -> bool | None:
         """Whether the drafts of an answer with these first tokens can be judged; None: they are too few to tell."""
@@ -56,7 +62,7 @@ class JointJudge(ABC):
 
     @abstractmethod
     def judge(
-        self, found: TokenLogprobs, memories: Sequence[Memory | None]
+        self, found: TokenLogprobs, memories: Sequence[Memory | None], inner: States
     ) -> tuple[list[float], Sequence[Memory | None]]:
         """The validity of N answers after one more draft token, and their memories if that is accepted."""
         ...
@@ -71,7 +77,7 @@ class _Rule(JointJudge):
         self._rule, self.k = rule, rule.k
 
     def judge(
-        self, found: TokenLogprobs, memories: Sequence[Memory | None]
+        self, found: TokenLogprobs, memories: Sequence[Memory | None], inner: States
     ) -> tuple[list[float], Sequence[Memory | None]]:
         return self._rule.validity_of_each(found).tolist(), memories
 
@@ -91,12 +97,13 @@ class _Head(JointJudge):
 
     @torch.inference_mode()
     def judge(
-        self, found: TokenLogprobs, memories: Sequence[Memory | None]
+        self, found: TokenLogprobs, memories: Sequence[Memory | None], inner: States
     ) -> tuple[list[float], Sequence[Memory | None]]:
         scorer, head, known = self._scorer, self._scorer.head, _known(memories)
         features, same = found.features[:, None], found.is_greedy_choice
         hidden, states = self._encode(features, found.ids, found.top_ids[:, 0], known)
         doubt = head.doubt(features, hidden)[:, 0].masked_fill(same, -torch.inf)
+        doubt = self._corrected(doubt, hidden[:, 0], inner)
         before = doubt.new_tensor([memory.doubt for memory in known])
         pooled = pool_doubt(torch.stack([before, doubt], -1), head.config.sharpness)[:, 1]
         validity = scorer.to_validity(scorer.bias - pooled)
@@ -116,6 +123,10 @@ class _Head(JointJudge):
         _, states = self._encode(features, ids, ids, known)
         return [replace(memory, state=state) for memory, state in zip(known, states, strict=True)]
 
+    def _corrected(self, doubt: Tensor, hidden: Tensor, inner: States) -> Tensor:
+        """Correct the doubt [N], of which the target's first choices are -inf, by what else the judge reads."""
+        return doubt
+
     def _encode(
         self, features: Tensor, ids: Tensor, first: Tensor, memories: Sequence[Memory]
     ) -> tuple[Tensor, Tensor]:
@@ -125,10 +136,26 @@ class _Head(JointJudge):
         return hidden, states[:, 0]
 
 
+class _HiddenHead(_Head):
+    """A head whose doubt hidden states correct."""
+
+    def __init__(self, scorer: StreamScorer) -> None:
+        super().__init__(scorer)
+        self._stream, self.layers = scorer.stream, scorer.layers
+
+    def _corrected(self, doubt: Tensor, hidden: Tensor, inner: States) -> Tensor:
+        doubted = (doubt > self._stream.stream.floor).nonzero()[:, 0]
+        if not len(doubted):
+            return doubt
+        every = torch.ones_like(doubted, dtype=torch.bool)
+        corrected = self._stream.correct(doubt[doubted], hidden[doubted], inner(doubted.tolist()), every)
+        return doubt.index_copy(0, doubted, corrected)
+
+
 class _Floor(JointJudge):
     def __init__(self, judge: JointJudge, floor: TokenRule) -> None:
         self._judge, self._floor = judge, floor
-        self.k, self.first_tokens = max(judge.k, floor.k), judge.first_tokens
+        self.k, self.first_tokens, self.layers = max(judge.k, floor.k), judge.first_tokens, judge.layers
 
     def usual(self, draft: TokenLogprobs) -> bool | None:
         return self._judge.usual(draft)
@@ -137,9 +164,9 @@ class _Floor(JointJudge):
         return self._judge.begin(usual)
 
     def judge(
-        self, found: TokenLogprobs, memories: Sequence[Memory | None]
+        self, found: TokenLogprobs, memories: Sequence[Memory | None], inner: States
     ) -> tuple[list[float], Sequence[Memory | None]]:
-        validity, after = self._judge.judge(found.first(self._judge.k), memories)
+        validity, after = self._judge.judge(found.first(self._judge.k), memories, inner)
         below = self._floor.is_below(found.first(self._floor.k)).tolist()
         return [min(own, 0.0) if under else own for own, under in zip(validity, below, strict=True)], after
 
@@ -157,9 +184,9 @@ def joint_judge(judge: object, target: LanguageModel) -> JointJudge:
         scorer = judge.scorer(target.tokenizer, target.eos_ids, target.model)
         if type(scorer) is LogprobScorer:
             return _Head(scorer)
-    raise ModelError(
-        "this judge reads more than log-probabilities of the tokens so far: give a rule, or a head on these"
-    )
+        if isinstance(scorer, StreamScorer) and scorer.lora is None:
+            return _HiddenHead(scorer)
+    raise ModelError("this judge reads more than the target says of the tokens so far: give one without second stream")
 
 
 def _known(memories: Sequence[Memory | None]) -> list[Memory]:

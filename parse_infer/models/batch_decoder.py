@@ -8,7 +8,7 @@ shortest prefix first; when no row waits, the batch shrinks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -131,6 +131,19 @@ class Batch:
         """Run the next input token of every slot, of which there is at least one; return the logits [B, V]."""
         assert self._kv is not None
         return self._decoder._next(self._kv, self.runs)
+
+    @torch.inference_mode()
+    def states(self, tokens: Mapping[int, int], layers: Sequence[int]) -> Tensor:
+        """Return the inputs of these layers, [N, layers, H], where each of N slots would read its token next.
+
+        Call after `logits`. Nothing is written; the slots' keys and values are copied for the forward.
+
+        Args:
+            tokens: by slot.
+            layers: counted as in `Decoder.capture_hidden`.
+        """
+        assert self._kv is not None
+        return self._decoder._states(self._kv, {slot: self.runs[slot] for slot in tokens}, [*tokens.values()], layers)
 
     def write(self, chosen: Sequence[int | None]) -> None:
         """Let every slot whose run has not ended write its token of `chosen`; None: it waits, and repeats its last
@@ -272,8 +285,24 @@ class BatchDecoder:
         visible = torch.arange(n_keys) <= positions
         return self._logits(self._fast.step_rows(tokens, positions, kv, visible[:, None, None])[:, 0])
 
+    def _states(
+        self, kv: BatchedKVCache, runs: Mapping[int, RunningRow], tokens: Sequence[int], layers: Sequence[int]
+    ) -> Tensor:
+        """Run another token behind that of each run, by row of `kv`; return the inputs of these layers."""
+        positions = torch.tensor([[run.position + 1] for run in runs.values()], device=self.device)
+        n_keys = int(positions.max()) + 1
+        ids, part = torch.tensor(tokens, device=self.device)[:, None], kv.select([*runs], n_keys)
+        output = self._forward(self._backbone, part, ids, positions, n_keys, output_hidden_states=True)
+        return torch.stack([output.hidden_states[layer][:, 0] for layer in layers], dim=1)
+
     def _forward(
-        self, part: torch.nn.Module, kv: BatchedKVCache, tokens: Tensor, positions: Tensor, n_keys: int
+        self,
+        part: torch.nn.Module,
+        kv: BatchedKVCache,
+        tokens: Tensor,
+        positions: Tensor,
+        n_keys: int,
+        **options: bool,
     ) -> Any:
         """Run `tokens` [B, n] at `positions` [B, n] with `part`, the model or its backbone."""
         keys = torch.arange(n_keys, device=self.device)
@@ -291,6 +320,7 @@ class BatchDecoder:
             attention_mask=layer_masks(self._windows, mask),
             past_key_values=kv,
             use_cache=True,
+            **options,
         )
 
     def _groups(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -120,15 +120,16 @@ def test_every_answer_is_the_engines(
 def test_every_answer_of_a_trained_head_is_the_engines(
     pair: ParseEngine, random_adapter: Callable[..., Any], sampling: Sampling, vocabulary: str
 ):
-    """Of a head that judges all drafts, of one that knows some of them, and of both with a floor."""
+    """Of a head that judges all drafts, of one that knows some of them, of both with a floor, and of hidden states."""
     target, draft = pair.target, pair.draft
     every, some, other = (random_adapter(target.model, seed) for seed in (1, 2, 3))
+    hidden = random_adapter(target.model, 5, stream=True, layers=(1, 2), second=False)
     some.config.logprobs["usual"], other.config.logprobs["usual"] = usual(-1.3), usual(-1.7)
     guesses = load_token_drafter("draft", target, draft)
-    judges = [every, some, FlooredJudge(every, MinP(0.2)), FlooredJudge(other, MinP(0.2))]
+    judges = [every, some, FlooredJudge(every, MinP(0.2)), FlooredJudge(other, MinP(0.2)), hidden]
     engines = [ParseEngine.from_models(target, draft, judge, target_drafter=guesses) for judge in judges]
     thresholds = [0.9, 0.5, 0.1, *([ACCEPT_NOTHING] if sampling.greedy else [])]
-    points = tuple((judge, each) for judge in range(4) for each in thresholds)
+    points = tuple((judge, each) for judge in range(5) for each in thresholds)
     rows = [
         JointRow(prompt, points, N, sampling if sampling.greedy else replace(sampling, seed=7)) for prompt in PROMPTS
     ]
@@ -348,7 +349,7 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
 ):
     problems = [Problem(f"p{i}", "Tom has 5 apples.") for i in range(3)]
     settings = CalibrationSettings(risks=(0.9,), blocks=(5,), loss="disagreement", timed=1, batch_size=4)
-    with pytest.raises(CalibrationError, match=r"batch_size is 4, but this judge reads more than log-.* of 1 always"):
+    with pytest.raises(CalibrationError, match=r"batch_size is 4, but this judge reads more than .* of 1 always"):
         calibrate(pair, problems, lambda *_: None, same_answer, tmp_path / "a", settings)
     rule = find_rule("min_p").load(pair.target.tokenizer)
     engine = ParseEngine.from_models(pair.target, pair.draft, rule)
@@ -359,10 +360,10 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
     with pytest.raises(CalibrationError, match="batch_size is 0; it must be at least 1"):
         replace(settings, batch_size=0)
     fly = find_rule("fly").load(pair.target.tokenizer)
-    with pytest.raises(ModelError, match="reads more than log-probabilities of the tokens so far"):
+    with pytest.raises(ModelError, match="reads more than the target says of the tokens so far"):
         JointDecoder(pair.target, pair.draft, [fly])
     stream = ParseEngine.from_models(pair.target, pair.draft, random_adapter(pair.target.model, stream=True))
-    with pytest.raises(CalibrationError, match="batch_size is 4, but this judge reads more than log-probabilities"):
+    with pytest.raises(CalibrationError, match="batch_size is 4, but this judge reads more than the target says"):
         calibrate(stream, problems, lambda *_: None, same_answer, tmp_path / "c", settings)
     adapter = random_adapter(pair.target.model)
     adapter.config.logprobs["usual"] = {"8": usual(-1.0)["2"]}
