@@ -81,11 +81,11 @@ qwen-coder: setup
 	$(BIN)/parse-data read data/qwen-coder-code
 	$(BIN)/python -m parse_train recipes/qwen-coder/train-logprob.yaml --data data/qwen-coder-code --eval_share 0.4 --max_length 512 --sharpness 1 --output_dir runs/qwen-coder-code/logprob
 	$(JUDGE)
-	$(JUDGE) --hidden_layers 3 --lora_rank 0 --output_dir runs/qwen-coder-code-hidden
+	$(JUDGE) --hidden_layers 0 --lora_rank 16 --learning_rate 3e-4 --num_train_epochs 2 --per_device_train_batch_size 16 --output_dir runs/qwen-coder-code-stream
 	$(BIN)/python -m tools.judge_ladder data/qwen-coder-code --unseen-only --out runs/ladder-qwen-coder.json \
 		--rung log-probabilities=runs/qwen-coder-code/logprob/adapter \
-		--rung "and hidden states=runs/qwen-coder-code-hidden/adapter" \
-		--rung "and second stream=runs/qwen-coder-code/adapter"
+		--rung "and hidden states=runs/qwen-coder-code/adapter" \
+		--rung "and second stream=runs/qwen-coder-code-stream/adapter"
 	$(BIN)/python -m tools.comparison comparison/qwen-coder-code --out runs/qwen-coder-code/greedy $(ON_GPU)
 	$(BIN)/python -m tools.comparison comparison/qwen-coder-code-t07 --out runs/qwen-coder-code/sampled $(ON_GPU)
 
