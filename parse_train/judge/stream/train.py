@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, set_seed
 
 from data_tools.recipe_parser import read_recipe
@@ -123,6 +124,7 @@ def first_rung(config: StreamTrainingConfig) -> None:
         train, first = load_recipe(config.start_from, options)
         load_datasets(config, 1)  # too few drafts, before anything is trained
         train(first)
+        AcceleratorState._reset_state()  # accelerate keeps the first Trainer's number type for all later ones
         config.start_from = str(first.adapter_dir)
     else:
         read_adapter(resolve(config.start_from))  # a wrong name is a mistake of its own

@@ -28,6 +28,7 @@ from parse_train.judge.stream.data import StreamCollator
 from parse_train.judge.stream.lora import LoraOptions
 from parse_train.judge.stream.model import StreamModel
 from parse_train.judge.stream.train import build_model, choose_floor, first_rung
+from parse_train.judge.trainer import ValidityTrainer
 from parse_train.outlines import PROMPT_TOKENS
 from parse_train.recipe import load_recipe
 from parse_train.training_plan import load_config_of, plan_training
@@ -118,6 +119,20 @@ def test_the_recipe_trains_a_judge_that_scores_as_in_training(
             found = verifier.verify(draft.row.draft_ids, draft.row.cuts).validity
             expected = judge.config.validity(row[: len(found)])
             assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_first_judge_has_a_number_type_of_its_own(build, tmp_path, capsys, monkeypatch):
+    """As the recipes for public weights have: the head in float32, its correction in bfloat16."""
+    seen, real = [], ValidityTrainer.train
+    monkeypatch.setattr(
+        ValidityTrainer,
+        "train",
+        lambda self, *a, **k: seen.append(self.accelerator.mixed_precision) or real(self, *a, **k),
+    )
+    first = recipe(build, tmp_path / "elsewhere", "logprob", max_steps=1, k=3)
+    options = [*OPTIONS, "--max_steps", "1", "--bf16", "true", "--lora_rank", "0", "--hidden_layers", "2"]
+    assert main([recipe(build, tmp_path / "out", start_from=first), *options]) == 0, capsys.readouterr().err
+    assert seen == ["no", "bf16"]
 
 
 @pytest.mark.slow
