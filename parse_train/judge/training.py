@@ -145,7 +145,6 @@ def finish(
                 print(f"{domain}: AUROC {metrics[f'auroc_{domain}']:.3f} on {n} drafts")
         print(f"adapter exported to {folder}")
     trainer.accelerator.wait_for_everyone()
-    trainer.end()
 
 
 def scored_page(

@@ -38,8 +38,12 @@ _KNOWN_TEXT = 64  # tokens of the text by which a server is recognised, the long
 _CANDIDATES = 100
 
 
-def main(config: LogprobTrainingConfig) -> None:
-    """Run the recipe; every process of a distributed run must call this function."""
+def main(config: LogprobTrainingConfig, last: bool = True) -> None:
+    """Run the recipe; every process of a distributed run must call this function.
+
+    Args:
+        last: end the process group, which another training in these processes would need.
+    """
     set_seed(config.seed)
     build, reads = check_data(config)
     language = load_served_model(build.target["name"], template_options=config.template_options)
@@ -55,6 +59,8 @@ def main(config: LogprobTrainingConfig) -> None:
     checkpoints.train(trainer, start)
     learnt |= {prompt_hash(example.prompt) for example in train.examples}
     finish(config, trainer, evaluation, facts, language.tokenizer, learnt)
+    if last:
+        trainer.end()
     calibrate_requests(config, build)
     training_run.log_artifact(config, models, "model", f"{config.kind}-adapter", str(config.adapter_dir))
     tracking.finish()

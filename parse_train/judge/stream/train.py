@@ -30,6 +30,7 @@ from parse_train.judge.logprob.config import LogprobTrainingConfig
 from parse_train.judge.logprob.data import LogprobCollator, LogprobExample, load_datasets
 from parse_train.judge.logprob.model import LogprobModel
 from parse_train.judge.logprob.train import check_data, describe, first_head, usual_drafts
+from parse_train.judge.logprob.train import main as train_first
 from parse_train.judge.request_risk import calibrate_requests
 from parse_train.judge.stream.config import StreamTrainingConfig
 from parse_train.judge.stream.data import StreamCollator
@@ -80,6 +81,7 @@ def main(config: StreamTrainingConfig) -> None:
     learnt |= {prompt_hash(example.prompt) for example in train.examples}
     model.round_adapter(getattr(torch, config.adapter_dtype))
     finish(config, trainer, evaluation, facts, target.tokenizer, learnt)
+    trainer.end()
     del target, model, trainer  # free memory for the calibration; collect the Trainer's reference cycles
     gc.collect()
     if torch.cuda.is_available():
@@ -121,9 +123,10 @@ def first_rung(config: StreamTrainingConfig) -> None:
         kind = read_recipe(config.start_from).get("recipe", LogprobTrainingConfig.kind)
         if kind != LogprobTrainingConfig.kind:
             raise ParseError(f"start_from {config.start_from} is a recipe of kind {kind}, not logprob")
-        train, first = load_recipe(config.start_from, options)
+        _, first = load_recipe(config.start_from, options)
+        assert isinstance(first, LogprobTrainingConfig)
         load_datasets(config, 1)  # too few drafts, before anything is trained
-        train(first)
+        train_first(first, last=False)
         AcceleratorState._reset_state()  # accelerate keeps the first Trainer's number type for all later ones
         config.start_from = str(first.adapter_dir)
     else:
