@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -283,7 +284,7 @@ class JointDecoder:
     ) -> Tensor:
         """What the target's layers read at the proposed tokens of the chosen ones of these slots, which may repeat."""
         places = dict.fromkeys(slots[i] for i in chosen)
-        found = target.states({slot: token for slot in places if (token := tokens[slot]) is not None}, layers)
+        found = target.states({slot: cast("int", tokens[slot]) for slot in places}, layers)
         rows = dict(zip(places, range(len(places)), strict=True))
         return found[[rows[slots[i]] for i in chosen]]
 

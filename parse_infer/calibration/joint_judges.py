@@ -186,7 +186,7 @@ def joint_judge(judge: object, target: LanguageModel) -> JointJudge:
             return _Head(scorer)
         if isinstance(scorer, StreamScorer) and scorer.lora is None:
             return _HiddenHead(scorer)
-    raise ModelError("this judge reads more than the target says of the tokens so far: give one without second stream")
+    raise ModelError("this judge looks ahead, or needs passes of its own")
 
 
 def _known(memories: Sequence[Memory | None]) -> list[Memory]:

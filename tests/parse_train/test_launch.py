@@ -113,6 +113,16 @@ def test_two_processes_learn_what_one_learns(uninterrupted: Path, training_folde
     assert_same_adapter(output, uninterrupted, tolerance=2e-4)
 
 
+def test_two_processes_train_the_first_judge_and_its_correction(training_folder: Path) -> None:
+    """Though a recipe ends its processes' group, and keeps its number type, where it is alone."""
+    first, output = training_folder / "first.yaml", training_folder / "both"
+    first.write_text(f"recipe: logprob\ndata: {training_folder}/build\ncalibration_problems: 0\nmax_steps: 2\nk: 3\n")
+    options = ("--start_from", first, "--output_dir", output, "--max_steps", "2", "--bf16", "true")
+    result = launch("cpu-2.yaml", training_folder / "recipe.yaml", *options)
+    assert result.returncode == 0, result.stderr
+    assert (output / "logprob" / "adapter").is_dir() and (output / "adapter").is_dir()
+
+
 def test_a_recipe_is_a_program_that_resumes_where_it_was_interrupted(
     uninterrupted: Path, training_folder: Path
 ) -> None:

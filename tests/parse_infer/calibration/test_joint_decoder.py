@@ -349,7 +349,7 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
 ):
     problems = [Problem(f"p{i}", "Tom has 5 apples.") for i in range(3)]
     settings = CalibrationSettings(risks=(0.9,), blocks=(5,), loss="disagreement", timed=1, batch_size=4)
-    with pytest.raises(CalibrationError, match=r"batch_size is 4, but this judge reads more than .* of 1 always"):
+    with pytest.raises(CalibrationError, match=r"batch_size is 4, but this judge looks ahead, or .* of 1 always"):
         calibrate(pair, problems, lambda *_: None, same_answer, tmp_path / "a", settings)
     rule = find_rule("min_p").load(pair.target.tokenizer)
     engine = ParseEngine.from_models(pair.target, pair.draft, rule)
@@ -360,10 +360,10 @@ def test_judges_and_pairs_that_have_no_joint_answers_are_refused(
     with pytest.raises(CalibrationError, match="batch_size is 0; it must be at least 1"):
         replace(settings, batch_size=0)
     fly = find_rule("fly").load(pair.target.tokenizer)
-    with pytest.raises(ModelError, match="reads more than the target says of the tokens so far"):
+    with pytest.raises(ModelError, match="looks ahead, or needs passes of its own"):
         JointDecoder(pair.target, pair.draft, [fly])
     stream = ParseEngine.from_models(pair.target, pair.draft, random_adapter(pair.target.model, stream=True))
-    with pytest.raises(CalibrationError, match="batch_size is 4, but this judge reads more than the target says"):
+    with pytest.raises(CalibrationError, match="batch_size is 4, but this judge looks ahead, or needs passes"):
         calibrate(stream, problems, lambda *_: None, same_answer, tmp_path / "c", settings)
     adapter = random_adapter(pair.target.model)
     adapter.config.logprobs["usual"] = {"8": usual(-1.0)["2"]}
